@@ -268,8 +268,8 @@ def test_statistics_alone_start_nothing(
     assert fakes.configs == []
     drafter, other = found["drafters"]
     assert drafter["not_measured"] == "not measured: --statistics-only."
-    # Drafts of "one", "two", "three", "four" are letters, without "he". Both vocabularies have 256
-    # bytes and "he".
+    # No prompt ("one", "two", "three", "four") contains a merge of the target, so all tokens are
+    # single bytes. Both vocabularies have 256 bytes and "he".
     assert drafter["statistics"]["omega_t"] == 1
     assert drafter["statistics"]["shared_tokens"] == 257
     assert drafter["suggested_method"].keys() == {"method", "reason"}

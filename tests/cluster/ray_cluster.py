@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster on this machine only: its "GPUs" are CPUs. Runs programs in it.
+"""A Ray cluster on this machine, with CPUs as "GPUs", and programs that run in it.
 
 vLLM's CPU platform gives Ray no device name to count. A platform plugin with such a name is written
 into a folder. This folder is first in PYTHONPATH of the cluster, its workers and the programs.
@@ -78,7 +78,7 @@ class NotStarted(Exception):
 def _entered(
     stack: contextlib.ExitStack, node: Callable[[], AbstractContextManager[Started]]
 ) -> Started:
-    """Start a node until `stack` ends it; try again with other ports if the start fails."""
+    """Enter the context of a node in `stack`; if its start fails, try again with other ports."""
     for _ in range(_TRIES - 1):
         try:
             return stack.enter_context(node())

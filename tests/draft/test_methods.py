@@ -135,4 +135,4 @@ def test_the_same_ids_are_proposed_as_they_are() -> None:
 def test_the_alias_has_no_place_of_its_own() -> None:
     assert METHODS[HETERO].promise(ALIKE) is None
     assert METHODS[HETERO].merges
-    assert not METHODS[HETERO].needs_probs  # without `draft_probs` it is a method without them
+    assert not METHODS[HETERO].needs_probs  # it may resolve to a method without `draft_probs`

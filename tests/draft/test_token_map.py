@@ -28,7 +28,7 @@ def test_draft_probs(first: list[int], padding: int, seed: int, renormalise: boo
     table = tokens.table(len(q))
     tokens.add_draft_probs(torch.tensor(q, dtype=torch.float32), table)
     found = table[:, :-1]
-    if not renormalise:  # tokens without a proposal count as the likeliest proposal
+    if not renormalise:  # probability without a proposal goes to the likeliest one
         nothing = q[:, [d for d, t in enumerate(first) if t < 0]].sum(1)
         expected[range(3), expected.argmax(1)] += nothing
     assert found.shape == (3, 9)

@@ -13,7 +13,8 @@ exactly that. So the output has distribution p for ANY psi that is the true dist
 Correctness does not depend on the map between the vocabularies, nor on how K was found. These
 determine psi, and with it the acceptance rate, the sum of min(psi, p). Only psi must be true: a
 token that is certain given what was revealed has a one-hot psi. A draft may be shortened by count,
-by time, or by what was known before a token was sampled, but never by the sampled token itself.
+by time, or by what was known before a token was sampled. It is never shortened by the sampled
+token itself.
 
 HetVoc: *Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies* (Timor et al., ICML 2025). BV: *Block Verification Accelerates Speculative Decoding*

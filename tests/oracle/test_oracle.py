@@ -36,7 +36,7 @@ def letters(text: bytes) -> Iterator[bytes]:
     [
         ("exactly-k-drafter-tokens", [0]),  # "ab"
         ("cover", [0, 1]),  # "abc"
-        ("cover-and-one-more", [0, 1]),  # "abcd", cut to two
+        ("cover-and-one-more", [0, 1]),  # "abcd", shortened to two tokens
     ],
 )
 def test_rules_stop_where_they_say(drafting: str, proposed: list[int]) -> None:

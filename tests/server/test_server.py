@@ -246,7 +246,7 @@ def test_metrics_agree_with_each_other(server: Server) -> None:
 
 
 def test_only_tokens_proposed_are_counted(server: Server) -> None:
-    """Of three tokens, one draft token fits after the first, and none after the second."""
+    """A completion of three tokens has room for one draft token, after its first token."""
     before = counters(server)
     for prompt in PROMPTS:
         complete(server, prompt, max_tokens=3)

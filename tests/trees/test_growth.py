@@ -215,7 +215,7 @@ def test_first_arrivals() -> None:
 
 
 def test_what_is_fed_behind_an_arrival() -> None:
-    """Of the drafter tokens that propose a target token, the likeliest one is fed."""
+    """The likeliest of the drafter tokens that propose a target token is fed."""
     first = torch.tensor([2, 0, 2, -1, 0, 4])
     q = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2, 0.0], [0.4, 0.0, 0.1, 0.1, 0.3, 0.1]])
     found = TokenMap(first, 5).likeliest(q)

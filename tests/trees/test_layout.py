@@ -287,7 +287,7 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, .
 
 
 def test_the_most_valuable_paths_come_first() -> None:
-    """A path counts with the values that it adds; paths that branch off it follow it."""
+    """The value of a path is that of the nodes it adds; its own side paths come after it."""
     tokens = [1, 2, 3, 4, 5, 6]
     parents = [ROOT, ROOT, ROOT, 1, 3, 1]
     laid = lay_out(9, tokens, parents, [0.5, 0.2, 0.25, 0.15, 0.1, 0.04], branches=2, rows=20)

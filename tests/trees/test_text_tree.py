@@ -81,7 +81,7 @@ def test_siblings_of_a_chain(bridge: Bridge) -> None:
     assert growth.to_feed([0, 1]) is None  # it has been fed already
     (tree,) = text_trees([growth], [opened(bridge, [8])], [9], bridge.to_target, 20)
     worth = dict(zip(paths_of(tree), tree.values, strict=True))
-    # No known row contains what else may follow "ab" and "a", so these are leaves too.
+    # The rows do not contain what else may follow "ab" and "a", so these are leaves too.
     assert worth == pytest.approx(
         {(10,): 0.8 * 0.7 * 0.6, (9,): 0.8 * 0.7 * 0.4, (9, 3): 0.8 * 0.7 * 0.3}
         | {(0,): 0.8 * 0.3, (0, 3): 0.8 * 0.2, (3,): 0.1, (3, 4): 0.1}
