@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of every process that the tests start, with this folder on PYTHONPATH: seldom collect garbage.
+"""Reduce garbage collection in every process that the tests start with this folder on PYTHONPATH.
 
-Each of them imports vLLM, whose objects stay: a sixth of the time that this takes goes into looking
-through them again and again.
+Each process imports vLLM, whose objects stay. Collecting them repeatedly takes a sixth of the
+import time.
 """
 
 import gc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose speed in each round is written here, so that figures can be checked by hand."""
+"""Engines with a given speed in each round, so that figures can be checked by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter
 from vllm_hetero_spec.options import parse
 
-# Of a small model, and the counters of a drafter.
+# CONFIG of a small model; WORKER are the counters of a drafter.
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -35,14 +35,14 @@ ALONE = None
 
 @dataclass(frozen=True)
 class World:
-    """What an engine does.
+    """Behavior of an engine.
 
     Attributes:
-        speeds: Tokens per second of its first, second, ... round; from the start again at the end.
-        at_batch: What that is multiplied with at a batch size; 1 where not given.
-        accepted: Of each draft of 3 tokens; None where nothing is drafted.
-        refuse: Raised when it starts.
-        fail_at: Batch size at which a load fails, and how.
+        speeds: Tokens per second in its first, second, ... round; the sequence repeats.
+        at_batch: Factor on the speed at a batch size; 1 by default.
+        accepted: Accepted tokens of each draft of 3 tokens; None if nothing is drafted.
+        refuse: Exception raised at the start.
+        fail_at: Batch size at which a load fails, with the exception.
     """
 
     speeds: Sequence[float] = (12.0,)
@@ -54,14 +54,14 @@ class World:
 
 @dataclass
 class Fakes:
-    """Starts engines of worlds.
+    """Starts fake engines.
 
     Attributes:
-        worlds: By the drafter's name, `ALONE` for the target alone.
+        worlds: Behavior by the drafter's name; `ALONE` is the target alone.
         runs: (drafter, load) of every run, in order.
-        configs: `--speculative-config` of every engine that was started.
-        suites: What the engines belong to.
-        up: Drafters whose engines are up; `most_up` is the longest it was.
+        configs: `--speculative-config` of every started engine.
+        suites: Suite of every started engine.
+        up: Drafters of the engines that are running; `most_up` is its largest length so far.
     """
 
     worlds: dict[str | None, World] = field(default_factory=lambda: {ALONE: World((10.0,))})
@@ -89,7 +89,7 @@ class Fakes:
 
 @dataclass
 class FakeEngine:
-    """One of them."""
+    """An engine of `Fakes`."""
 
     drafter: str | None
     world: World

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose speeds and counters are known, so that every figure can be checked by hand."""
+"""Engines with known speeds and counters, so that every figure can be checked by hand."""
 
 import dataclasses
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.bench.plan import EngineId, Measurement
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
 
-# A suite file with nothing wrong.
+# A valid suite file.
 GOOD = """\
 targets:
   - model: org/big
@@ -49,33 +49,33 @@ HEADER: dict[str, Any] = {
 
 
 def suite(**changes: Any) -> Suite:
-    """The suite above with changes."""
+    """Return SUITE with changes."""
     return dataclasses.replace(SUITE, **changes)
 
 
 def trace(token_ids: list[int], seconds: float = 1.0) -> Trace:
-    """A request sent at 0 whose tokens arrive one by one, evenly until `seconds`."""
+    """Return a request sent at 0 whose tokens arrive one by one, evenly until `seconds`."""
     count = len(token_ids)
     times = [seconds * (i + 1) / count for i in range(count)]
     return Trace(token_ids, "text", 0.0, times, [1] * count)
 
 
 def sample(token_ids: list[list[int]], seconds: float, **counters: Any) -> Sample:
-    """A run that took some time."""
+    """Return a run of `seconds`, with one request for each list of token ids."""
     return Sample([trace(ids, seconds) for ids in token_ids], seconds, **counters)
 
 
 @dataclass
 class Fakes:
-    """Starts engines that answer from tables and write down what happened.
+    """Starts engines that answer from tables, and records the events.
 
     Attributes:
-        seconds: Of each engine's runs, by method; the last one goes on for ever.
-        outputs: Token ids of a prompt, by method; `[1, 2, 3, 4]` where not given.
-        refuse: What starting a method raises.
-        fail: What running a method raises at its nth run, counted from 0.
-        log: "start", "run" and "close" with the engine's method.
-        runners: Model runner of a method's engine; vLLM's are on "V2" where not given.
+        seconds: Time of each run of an engine, by method; the last one repeats.
+        outputs: Token ids for every prompt, by method; the default is `[1, 2, 3, 4]`.
+        refuse: Exception raised by the start of a method's engine.
+        fail: Exception raised by a run, by method and number of the run, counted from 0.
+        log: Pairs of "start", "run" or "close" and the engine's method.
+        runners: Model runner of a method's engine; the default is "V2" for vLLM's engines.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -94,12 +94,12 @@ class Fakes:
         return FakeEngine(engine, self)
 
     def order(self, event: str = "run") -> list[str]:
-        """Methods of the events of a kind."""
+        """Return the methods of all events of one kind."""
         return [method for kind, method in self.log if kind == event]
 
     @property
     def up(self) -> list[str]:
-        """Engines that were started, not refused, and not closed."""
+        """Engines that have been started, not refused, and not closed."""
         started = [m for m in self.order("start") if m not in self.refuse]
         for method in self.order("close"):
             started.remove(method)
@@ -108,7 +108,7 @@ class Fakes:
 
 @dataclass
 class FakeEngine:
-    """One of them."""
+    """An engine of `Fakes`."""
 
     engine: EngineId
     fakes: Fakes
@@ -152,7 +152,7 @@ class FakeEngine:
 
 
 class Silent:
-    """A reporter that keeps what it is told."""
+    """A reporter that prints nothing and keeps plans and failures."""
 
     def __init__(self) -> None:
         self.planned: list[Measurement] = []

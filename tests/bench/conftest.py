@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suite files to write, a demo pair that is there without training, and folders of tiny models."""
+"""Suite files, a demo pair without training, and folders of tiny models."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Make = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a suite file, beside a file of prompts, and returns its path."""
+    """Return a function that writes a suite file beside a file of prompts, and returns its path."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "kind": 1}\n')
 
     def to_file(text: str) -> Path:
@@ -31,7 +31,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like the demo pair until a model is loaded."""
+    """Folder that looks like the demo pair until a model is loaded."""
     folder = tmp_path / "demo"
     for model in ("target", "target-wide", "drafter"):
         (folder / model).mkdir(parents=True)
@@ -44,7 +44,10 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes a folder: 100 weights of two bytes, 64 tokens of context, merges as "h e,he l"."""
+    """Return a function that makes a model folder and returns its path.
+
+    It has 100 weights of two bytes, 64 tokens of context, and merges such as "h e,he l".
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def made(name: str, merges: str, *, weights: bool = True, known: bool = True) -> str:
@@ -56,7 +59,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         if known:
             tokenizer.decoder = decoders.ByteLevel()
-        else:  # of which nobody can say what bytes a token stands for
+        else:  # the bytes of its tokens cannot be derived
             tokenizer.decoder = decoders.CTC()
         tokenizer.save(str(folder / "tokenizer.json"))
         told = {"tokenizer_class": "PreTrainedTokenizerFast"}

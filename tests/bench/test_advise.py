@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec advise`: what it measures, what it makes of it, and what it refuses."""
+"""`vllm-hetero-spec advise`: measurements, recommendations and refusals."""
 
 import json
 import shlex
@@ -43,14 +43,14 @@ def small(make: Make) -> str:
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    """A small load: 4 prompts of 13 tokens, batch 1 and 4, temperature 0 and 1."""
+    """A small load: 4 prompts, 13 tokens each, batch sizes 1 and 4, temperatures 0 and 1."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     return ["--prompts", str(file), "--max-tokens", "13", "--batch-sizes", "4", "1"]
 
 
 def advice(out: Out, *arguments: str, code: int = 0) -> dict[str, Any]:
-    """The findings; nothing else is printed but progress."""
+    """Return the findings of a run with `--json`; stdout contains nothing else."""
     assert main(["advise", *arguments, "--json"]) == code
     printed = out.readouterr()
     assert code or "error" not in printed.err
@@ -59,13 +59,13 @@ def advice(out: Out, *arguments: str, code: int = 0) -> dict[str, Any]:
 
 
 def told(out: Out, *arguments: str, code: int = 0) -> str:
-    """What people read, in one line."""
+    """Return the printed text on one line."""
     assert main(["advise", *arguments]) == code
     return " ".join(out.readouterr().out.split())
 
 
 def refused(out: Out, *arguments: str) -> str:
-    """The one sentence with which a command line is refused."""
+    """Return the one sentence with which a command line is refused."""
     assert main(["advise", *arguments]) == 2
     printed = out.readouterr()
     assert printed.out == ""
@@ -90,7 +90,11 @@ def test_settings_are_measured_side_by_side(
 def test_figures_of_a_load(
     capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
 ) -> None:
-    """Rounds of the target at 10, 8, 10 tokens/s, of the drafter at 20, 12, 15; half at batch 4."""
+    """Figures follow from given speeds.
+
+    The target runs at 10, 8 and 10 tokens/s, the drafter at 20, 12 and 15. At batch size 4 the
+    drafter's engine has half its speed.
+    """
     fakes.worlds = {ALONE: World((10, 8, 10)), "small": World((20, 12, 15), {4: 0.5})}
     found = advice(capsys, target, small, *options)
     assert found["load"] == {
@@ -148,7 +152,7 @@ def test_what_engines_are_asked_for(
     alone, drafting = ([load for who, load in fakes.runs if who == w] for w in (ALONE, "small"))
     assert sorted(map(repr, alone)) == sorted(map(repr, drafting))
     assert len(alone) == 2 * 2 * 3
-    # In turns, begun by the other engine in every second round.
+    # Engines take turns; every second round begins with the other engine.
     assert [who for who, _ in fakes.runs[:4]] == [ALONE, "small", "small", ALONE]
 
 
@@ -264,11 +268,12 @@ def test_statistics_alone_start_nothing(
     assert fakes.configs == []
     drafter, other = found["drafters"]
     assert drafter["not_measured"] == "not measured: --statistics-only."
-    # Letters alone: no "he" in "one", "two", "three", "four". Both have 256 bytes and "he".
+    # No prompt ("one", "two", "three", "four") contains a merge of the target, so all tokens are
+    # single bytes. Both vocabularies have 256 bytes and "he".
     assert drafter["statistics"]["omega_t"] == 1
     assert drafter["statistics"]["shared_tokens"] == 257
     assert drafter["suggested_method"].keys() == {"method", "reason"}
-    # 100 numbers of 4 bytes on a CPU; 2 layers, keys and values, one head of 8.
+    # 100 weights of 4 bytes on a CPU. KV: 2 layers, keys and values, one head of size 8.
     size = 4 if not engines.on_gpu() else 2
     assert drafter["memory"] == {
         "weight_bytes": 100 * size,

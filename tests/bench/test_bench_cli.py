@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec bench` from the command line: on fakes, and once on real engines."""
+"""`vllm-hetero-spec bench` from the command line: on fake engines, and once on real ones."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ SUITE = "methods: [slem]\npeers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GO
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """Engines that answer at once, and no plots."""
+    """Fake engines that answer at once; plots are disabled."""
     found = Fakes()
     monkeypatch.setattr(engines, "start", found.start)
     monkeypatch.setattr(bench, "optional", _no_matplotlib)
@@ -77,7 +77,7 @@ def test_weights_are_fetched_before_any_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of what is to be measured alone; what cannot be fetched is refused."""
+    """Only weights to be measured are fetched; missing ones are refused."""
     fetched: list[str] = []
     monkeypatch.setattr(bench, "fetch_weights", lambda name, engine: fetched.append(name))
     file = write(SUITE)
@@ -170,7 +170,7 @@ def test_failed_cells_end_with_an_error(
 
 def test_waves_are_those_of_the_first_session(write: Write, fakes: Fakes) -> None:
     file = write(SUITE.replace("engines_at_once: 4\n", ""))
-    assert run(file) == 0  # two at once, as sizes of models on a hub are not known
+    assert run(file) == 0  # two at once, because the size of a model on the hub is unknown
     path = file.parent / "out" / "results.jsonl"
     assert read_results(path.parent).header["engines_at_once"] == 2
     path.write_text(
@@ -228,7 +228,7 @@ def test_vllm_configurations() -> None:
 
 
 def write_weights(folder: Path, size: int, element: int) -> None:
-    """One tensor of numbers of some bytes, all zero."""
+    """Write one tensor of zeros: `size` bytes, `element` bytes per number."""
     tensor = {
         "dtype": {2: "BF16", 4: "F32"}[element],
         "shape": [size // element],
@@ -251,7 +251,7 @@ def test_as_many_engines_as_memory_holds(
     text = GOOD.replace("org/big", "./big").replace("org/small", "./small")
     suite = read_suite(write(text))
     monkeypatch.setattr(engines, "on_gpu", lambda: False)
-    # Each takes 3 + 1 + 2 GiB of 80 % of what is free.
+    # Each engine takes 3 + 1 + 2 GiB; 80 % of the free memory may be used.
     for free, expected in ((30, 4), (16, 2), (4, 1)):
         monkeypatch.setattr(engines, "available_memory_bytes", lambda free=free: free << 30)
         assert engines.at_once_for(suite) == expected
@@ -260,11 +260,11 @@ def test_as_many_engines_as_memory_holds(
     assert engines.at_once_for(suite) == 2  # 6 + 1 + 2 GiB as float32
     monkeypatch.setattr(engines, "on_gpu", lambda: True)
     assert engines.at_once_for(suite) == 2
-    for share, expected in ((0.9, 1), (0.4, 2)):  # of which two would not fit, or would
+    for share, expected in ((0.9, 1), (0.4, 2)):  # two engines do not fit, or fit
         given = f"engine: {{gpu_memory_utilization: {share}}}\n"
         assert engines.at_once_for(read_suite(write(given + text))) == expected
     assert engines.at_once_for(read_suite(write("engines_at_once: 7\n" + text))) == 7
-    (tmp_path / "big" / "model.safetensors").write_text("bad")  # of which the engine will tell
+    (tmp_path / "big" / "model.safetensors").write_text("bad")  # the engine reports the fault
     monkeypatch.setattr(engines, "on_gpu", lambda: False)
     assert engines.at_once_for(suite) == 2
 
@@ -314,7 +314,7 @@ def test_vocabularies_that_agree_and_differ(demo_pair: Path) -> None:
 
     assert differ("target-wide") is None
     assert differ("drafter") == "target and drafter have different vocabularies"
-    # An engine's tokenizer is the target's, not the drafter's.
+    # An engine uses the target's tokenizer, not the drafter's.
     assert differ("drafter", tokenizer=str(demo_pair / "target")) is not None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every figure of a cell against numbers worked out by hand."""
+"""Every figure of a cell, against numbers worked out by hand."""
 
 import pytest
 from bench_fakes import sample, trace
@@ -80,13 +80,14 @@ def test_the_error_of_acceptance_is_over_prompts() -> None:
     def prompt(*counts: int) -> Trace:
         return Trace([0] * sum(counts), "", 0.0, list(map(float, range(len(counts)))), [*counts])
 
-    # After the first arrival 2 drafts each: 4 accepted of one prompt, none of the other.
+    # After the first arrival each prompt has 2 drafts: 4 tokens accepted of the first, none of the
+    # other.
     first, second = prompt(1, 3, 3), prompt(1, 1, 1)
     run = Sample([first, second], 1.0, drafts=4, accepted_tokens=4)
     found = figures_of([run])
     assert found.acceptance_length == pytest.approx(2.0)
     assert found.acceptance_error == pytest.approx((2 * (2**2 + 2**2)) ** 0.5 / 4)
-    # A round that says the same again makes nothing surer; another prompt would.
+    # An equal second round does not reduce the error; another prompt would.
     assert figures_of([run, run]).acceptance_error == pytest.approx(found.acceptance_error)
     alike = figures_of([Sample([first, first], 1.0, drafts=4, accepted_tokens=8)])
     assert alike.acceptance_error == pytest.approx(0.0)

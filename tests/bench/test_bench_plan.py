@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs when: order, waves, what is left out, and what is left after an interruption."""
+"""The plan of a benchmark: order, waves, skipped cells, and the rest after an interruption."""
 
 import dataclasses
 
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_what_is_recorded() -> None:
 def test_what_is_left_of_a_round_is_measured_with_its_reference() -> None:
     plan = plan_of(suite(peers=("alone", "vllm_tli")))
     (runs,) = plan.pending(set())
-    done = set(runs[:2])  # alone, slem of the first round
+    done = set(runs[:2])  # alone and slem of the first round
     (left,) = plan.pending(done)
     assert methods(left)[:2] == ["alone", "vllm_tli"]
     assert left[2:] == runs[3:]

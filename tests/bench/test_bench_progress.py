@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told while a benchmark runs, and what it says of the machine."""
+"""Progress messages of a benchmark, and its description of the machine."""
 
 import io
 import re
@@ -79,7 +79,7 @@ def test_provenance_tells_versions_machine_and_sources() -> None:
 def test_sources_outside_of_a_checkout_have_no_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As where a package is installed below somebody else's repository.
+    # A package may be installed below another project's repository.
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     package = tmp_path / "site" / "package"
     package.mkdir(parents=True)
@@ -121,7 +121,10 @@ def test_sources_outside_of_a_checkout_have_no_revision(
 def test_a_containers_limit_is_heeded(
     monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], free: int
 ) -> None:
-    """Of its own group and of those above it, of no other; files that are only kept are free."""
+    """The limits of the process's own cgroup and of its parents apply, not those of others.
+
+    Cached files count as free memory.
+    """
     known = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
     memory = SimpleNamespace(available=1024)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of fake engines whose figures are known."""
+"""The report of fake engines with known figures."""
 
 import dataclasses
 import io
@@ -21,12 +21,12 @@ from vllm_hetero_spec.bench.suite import Suite
 from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.errors import ConfigError
 
-# 8 tokens per run, so 4, 2 and 8 tokens per second alone, 8 with the method.
+# 8 tokens per run: 4, 2 and 8 tokens per second alone, 8 with the method.
 SECONDS = {"alone": [2.0, 4.0, 1.0], "slem": [1.0]}
 
 
 def measured(folder: Path, fakes: Fakes, asked: Suite = SUITE) -> Contents:
-    """What a run of a suite on fakes leaves."""
+    """Return the results of a suite on fakes."""
     results = Results(folder, HEADER | {"digest": asked.digest, "suite": asked.described()})
     plan = make_plan(asked, 8, lambda target, drafter: "they differ")
     run_plan(plan, asked, results, fakes.start, Silent())
@@ -40,7 +40,7 @@ def row_of(rows: list[Row], method: str) -> Row:
 
 
 def table_lines(text: str, title: str) -> list[str]:
-    """The lines of a table, head and rule left out."""
+    """Return the lines of a table, without head and rule."""
     section = text.split(f"## {title}\n\n")[1]
     return section.split("\n\n")[0].splitlines()[2:]
 
@@ -103,7 +103,7 @@ def test_hugging_face_is_compared_with_both_references(tmp_path: Path) -> None:
 
 
 def test_settings_are_compared_with_the_first(tmp_path: Path) -> None:
-    """Round by round, whichever begins it."""
+    """Rounds are compared one by one, whichever setting runs first."""
     (target,) = SUITE.targets
     (drafter,) = target.drafters
     each = dataclasses.replace(drafter, settings={"a": {}, "b": {}}).in_each_setting()
@@ -170,7 +170,7 @@ def test_repaired_sampling_is_told_where_it_was_needed(tmp_path: Path) -> None:
 
 
 def test_another_model_runner_than_the_targets_is_told(tmp_path: Path) -> None:
-    """Also of results that were read from their file, and of those of before it was recorded."""
+    """Results read from a file have the note too; old results without a runner have none."""
     asked = suite(peers=("alone", "vllm_tli", "hf_alone"))
     measured(tmp_path, Fakes(runners={"vllm_tli": "V1"}), asked)
     contents = read_results(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results file: what survives, what is refused, what is kept."""
+"""The results file: repair after a crash, refusals, and the copy of an old file."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_another_suite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"another version of this suite .* --fresh") as refused:
         Results(tmp_path, HEADER | {"digest": "other"})
     assert "\n" not in str(refused.value)
-    begin(tmp_path).close()  # the refusal let go of the file
+    begin(tmp_path).close()  # the refused call closed the file
 
 
 def test_fresh_keeps_the_old_file(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a plan on engines that work, fail and are interrupted."""
+"""Runs of a plan on engines that work, fail and are interrupted."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from vllm_hetero_spec.errors import ConfigError
 
 
 def go(folder: Path, fakes: Fakes, asked: Suite = SUITE, at_once: int = 8) -> Silent:
-    """Run a suite on fakes as the command does."""
+    """Run a suite on fakes in the same way as the command."""
     reporter = Silent()
     results = Results(folder, HEADER | {"digest": asked.digest})
     try:
@@ -84,7 +84,7 @@ def test_a_rerun_measures_what_is_missing(tmp_path: Path) -> None:
         go(tmp_path, Fakes(fail={("alone", 1): KeyboardInterrupt()}))
     again = Fakes()
     go(tmp_path, again)
-    # Of round 1 only `alone` was missing.
+    # Only `alone` was missing in round 1.
     assert again.order() == ["alone", "alone", "slem"]
     done = read_results(tmp_path)
     assert sorted(recorded(done)) == [(m, i) for m in ("alone", "slem") for i in range(3)]
@@ -116,7 +116,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
         "big/slem/small/k4/code/b1/t0": "the engine died"
     }
     assert reporter.failures == [("big/slem/small/k4/code/b1/t0", "the engine died")] * 2
-    # It is started anew for its other cell, whose rounds all run.
+    # The engine is started again for its other cell, whose rounds all run.
     assert fakes.order("start") == ["alone", "slem", "slem"]
     assert fakes.order().count("slem") == 2
     assert fakes.order().count("alone") == 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suite files: what they may say, and the line of each mistake."""
+"""Suite files: valid contents, and the line number of each mistake."""
 
 import importlib
 from collections.abc import Callable
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "bench"
 
 
 def refused(file: Path) -> tuple[int, str]:
-    """The line and the sentence with which a suite is refused."""
+    """Return the line and the sentence with which a suite is refused."""
     with pytest.raises(ConfigError) as found:
         read_suite(file)
     place, _, sentence = str(found.value).partition(": ")
@@ -100,7 +100,11 @@ engines_at_once: 2
 
 
 def test_a_drafter_is_not_called_as_a_setting_of_another(write: Write) -> None:
-    """Or rows would be compared as settings of one drafter, or two of them would be one."""
+    """A drafter's name must not look like a setting of another drafter.
+
+    Otherwise rows would be compared as settings of one drafter, or two drafters would have one
+    name.
+    """
     named = GOOD.replace("org/small", "{model: org/small, name: 'small:a'}")
     said = refused(write(named))[1]
     assert "name is 'small:a'; " in said
@@ -108,7 +112,10 @@ def test_a_drafter_is_not_called_as_a_setting_of_another(write: Write) -> None:
 
 
 def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
-    """Named by drafter and setting; a setting wins over the drafter's keys, and is checked."""
+    """Such rows have the name drafter:setting.
+
+    A setting overrides the drafter's keys, and is validated.
+    """
     drafter = (
         "{model: org/small, speculative: {controller: fixed, tree_nodes: 4}, "
         "settings: {chain: {tree_nodes: 0}, ahead: {tree_nodes: 0, draft_ahead: true}}}"
@@ -128,7 +135,7 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     assert drafting[:3] == [
         ("slem", "small:chain"),
         ("slem", "small:ahead"),
-        ("vllm_tli", "small:chain"),  # peers run the model once
+        ("vllm_tli", "small:chain"),  # peers run each model once, without settings
     ]
     assert len(drafting) == 5
     spelt = drafter.replace("tree_nodes: 4", "tree-nodes: 4")
@@ -149,7 +156,7 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     ],
 )
 def test_what_rows_are_called_by_is_set_in_one_place(write: Write, key: str, where: str) -> None:
-    """A setting has a name of its own in them, so that it may have another lookahead."""
+    """Only a setting may change the lookahead, because each setting has its own row name."""
     given = f"{{{key}: slem}}"
     drafter = f"\n      - model: org/small\n        speculative: {given}"
     line, sentence = refused(write(GOOD.replace("[org/small]", drafter)))
@@ -353,7 +360,7 @@ def test_chat_templates_are_the_targets(write: Write, monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets, "tokenizer_of", lambda model, engine: Tokenizer())
     dataset = "{file: prompts.jsonl, chat_template: true}"
     file = write(GOOD.replace("{builtin: mixed, count: 2}", dataset))
-    # vLLM puts the <s> there itself.
+    # vLLM adds the <s> itself.
     assert prompts_of(read_suite(file)) == ("[user] a [reply]", "[user] b [reply]")
     monkeypatch.setattr(Tokenizer, "chat_template", None)
     line, sentence = refused(file)
@@ -405,7 +412,10 @@ def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatc
 def test_rows_of_hugging_face_may_lie_in_a_folder(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the dataset's name in the suite; the library is not needed, and nothing is downloaded."""
+    """The file has the dataset's name in the suite.
+
+    The `datasets` library is not needed, and nothing is downloaded.
+    """
     monkeypatch.setattr(importlib, "import_module", None)
     monkeypatch.setenv("HETERO_SPEC_PROMPTS", str(tmp_path / "rows"))
     suite = write(GOOD.replace("{builtin: mixed, count: 2}", HF))
@@ -425,7 +435,7 @@ def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suites = "vllm_hetero_spec.bench.suite"
-    if name in ("long", "paper", "real", "spec_bench"):  # their prompts are elsewhere
+    if name in ("long", "paper", "real", "spec_bench"):  # their prompts are not in the repository
         monkeypatch.setattr(f"{suites}.load_dataset", lambda dataset, name: ["a prompt"] * 64)
         monkeypatch.setattr(f"{suites}.in_chat_template", lambda texts, *_: texts)
         monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in child processes: what they answer, how they fail, and that none is left behind."""
+"""Engines in child processes: answers, failures, and that no process remains."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def test_an_engine_answers_load_after_load_and_is_gone_when_closed() -> None:
         for _ in range(2):
             sample = engine.run(LOAD)
             assert [trace.text for trace in sample.traces] == ["a", "b"]
-            # A Python process takes at least megabytes.
+            # A Python process takes at least some MiB.
             assert sample.peak_memory_bytes > 1 << 20
         assert list(processes(engine.pid))
         assert engine.pid != os.getsid(0)
@@ -57,17 +57,17 @@ def test_what_an_engine_leaves_running_is_ended_with_it() -> None:
 
 
 def test_a_process_has_ended_with_its_last_thread() -> None:
-    """Until then it holds its devices, though its first thread is a zombie."""
+    """Its first thread may be a zombie while another thread still uses the devices."""
     program = (
         "import ctypes, threading\n"
-        "libc = ctypes.PyDLL(None)\n"  # keeps the lock, which the other thread does without
+        "libc = ctypes.PyDLL(None)\n"  # PyDLL keeps the GIL; the other thread does not need it
         "other = threading.Thread(target=ctypes.CDLL(None).sleep, args=(600,), daemon=True)\n"
         "other.start()\n"
-        "libc.syscall(60 if hasattr(libc, 'arch_prctl') else 93, 0)\n"  # exit of this thread alone
+        "libc.syscall(60 if hasattr(libc, 'arch_prctl') else 93, 0)\n"  # ends only this thread
     )
     with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
         state = Path("/proc", str(process.pid), "stat")
-        while state.read_text().rpartition(")")[2].split()[0] != "Z":  # or the test times out
+        while state.read_text().rpartition(")")[2].split()[0] != "Z":  # ends, or the test times out
             time.sleep(0.1)
         found = [folder.name for folder in processes(process.pid)]
         process.kill()
@@ -120,7 +120,7 @@ def test_engines_that_take_too_long() -> None:
 
 
 def test_an_interrupt_ends_the_engine(request: pytest.FixtureRequest) -> None:
-    # Where the tests run in the background of a shell, interrupts are ignored to begin with.
+    # In a background job of a shell, SIGINT is ignored at first.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with start("work") as engine:
@@ -144,7 +144,7 @@ def test_an_engine_ends_when_its_parent_is_killed() -> None:
         session = int(parent.stdout.readline())
         assert len(list(processes(session))) == 2
         parent.kill()
-    while list(processes(session)):  # it looks for its parent now and then, or the test times out
+    while list(processes(session)):  # the engine polls its parent; else the test times out
         time.sleep(0.1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face as a peer: the same greedy tokens as vLLM, and the same meaning of every figure."""
+"""Hugging Face as a peer: the same greedy tokens as vLLM, and figures with the same meaning."""
 
 import json
 from collections import Counter
@@ -55,7 +55,7 @@ def assisted(demo_pair: Path) -> Iterator[HuggingFaceEngine]:
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_both_models_run_in_one_dtype(demo_pair: Path, dtype: str) -> None:
-    """The one that vLLM is given, whatever the files have; so for the tokenizer."""
+    """The dtype and the tokenizer are those that vLLM is given, whatever the files contain."""
     spec = HuggingFaceSpec(
         str(demo_pair / "target"),
         str(demo_pair / "drafter"),
@@ -67,7 +67,7 @@ def test_both_models_run_in_one_dtype(demo_pair: Path, dtype: str) -> None:
     models = generator._target, assistant["assistant_model"]
     wanted = torch.float32 if dtype == "auto" and generator._device == "cpu" else torch.bfloat16
     assert {model.dtype for model in models} == {wanted}
-    assert "assistant_tokenizer" not in assistant  # the drafter's is both
+    assert "assistant_tokenizer" not in assistant  # the drafter's tokenizer serves both models
 
 
 def test_a_dtype_that_does_not_exist(demo_pair: Path) -> None:
@@ -104,7 +104,7 @@ def test_it_agrees_with_vllm(demo_pair: Path, load: Load, alone: Sample) -> None
     with VllmEngine(EngineSpec(str(demo_pair / "target"))) as engine:
         sample = engine.run(load)
     pairs = list(zip(alone.traces, sample.traces, strict=True))
-    # Kernels differ, so that a near tie may fall otherwise.
+    # Kernels differ, so a near tie may have another result.
     assert sum(a.token_ids == b.token_ids for a, b in pairs) >= len(pairs) - 1
     assert all(a.text == b.text for a, b in pairs if a.token_ids == b.token_ids)
 
@@ -116,7 +116,7 @@ def test_an_assistant_of_another_tokenizer(
     assert tokens(sample) == tokens(alone)
     assert sample.acceptance_length is not None
     assert 1.05 < sample.acceptance_length <= LOOKAHEAD + 1
-    # Every token came from a draft, or from its verification.
+    # Every token comes from a draft or from its verification.
     assert sum(len(trace.counts) for trace in sample.traces) + sample.accepted_tokens == (
         sample.tokens
     )
@@ -142,7 +142,7 @@ def test_greedy_loads_are_not_spoilt_by_sampled_ones(
 def test_sampling_across_tokenizers_follows_the_targets_law(
     demo_pair: Path, assisted: HuggingFaceEngine, load: Load
 ) -> None:
-    """Two tokens: the second is verified against the draft, or follows a rejected one."""
+    """The second token is verified against the draft, or follows a rejected one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     temperature, count = 0.8, 600
@@ -162,7 +162,7 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
         firsts = shares([], nucleus).items()
         return {(a, b): p * q for a, p in firsts for b, q in shares([a], nucleus).items()}
 
-    # How sure the model is depends on its training: as narrow as leaves some choice.
+    # The entropy depends on the training, so take the narrowest nucleus that leaves a choice.
     nucleus = next(share / 20 for share in range(10, 20) if len(law_of(share / 20)) > 4)
     law = law_of(nucleus)
     sample = assisted.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of requests and loads, on numbers worked out by hand."""
+"""Figures of requests and loads, against numbers worked out by hand."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What advice says of draft trees and of a process of its own, from figures written here."""
+"""Advice about draft trees and `draft_ahead`, from figures given in the tests."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from vllm_hetero_spec.bench.plan import Cell, EngineId
 
 
 def row_of(engine: EngineId, batch: int, seconds: float, proposing: float | None = None) -> Row:
-    """100 tokens; with a drafter, 50 drafts, 20 of whose first tokens were kept."""
+    """Return a row of 100 tokens; with a drafter, 20 of 50 first draft tokens were accepted."""
     sample = Sample([Trace(list(range(100)), "", 0.0, [1.0, seconds], [1, 99])], seconds)
     if proposing is not None:
         sample = replace(
@@ -34,7 +34,11 @@ ALONE, DRAFTING = EngineId("t", "alone"), EngineId("t", "slem", "d", 4)
     [(100 / 8, "0.0%", True), (125 / 8, "3.6%", True), (100.0, "100.0%", False)],
 )
 def test_rows_have_a_price_and_a_best_gain(seconds: float, price: str, pays: bool) -> None:
-    """Steps of a batch of 8 cost 1, 1.25 and 8 of one request's; (1 - .4) / 2 tokens a row."""
+    """The advice contains the price of a row and the largest gain of trees.
+
+    The step of a batch of 8 costs 1, 1.25 or 8 times that of one request. A further row gains at
+    most (1 - 0.4) / 2 tokens.
+    """
     row = row_of(DRAFTING, 1, 60.0, 6.0)
     said = trees(row, row_of(ALONE, 1, 100.0), row_of(ALONE, 8, seconds))
     assert f"costs the target {price} of its step" in said
@@ -55,5 +59,5 @@ def test_what_was_measured_is_not_proposed() -> None:
     assert len(prospects(rows, own, {})) == 2
     assert prospects(rows, own, {"tree_nodes": 8}) == []
     assert prospects(rows, own, {"draft_ahead": True}) == []
-    # With one batch size alone, rows have no price that is known.
+    # With only one batch size the price of a row is unknown.
     assert len(prospects([rows[1], own[1]], own[1:], {})) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and values: what they write, and that nothing in a cell is taken for markup."""
+"""Tables and values as text; a cell's text is never interpreted as markup."""
 
 import io
 import json
@@ -43,7 +43,7 @@ ROWS = (Person("a|[bold]b", 1.5, Place("x", 1)), Person("c", None, Place("y", 2)
 
 
 def drawn(table: Table) -> list[list[str]]:
-    """The cells of each line, as a terminal shows them."""
+    """Return the cells of each line of a table on a terminal."""
     output = io.StringIO()
     Console(file=output, width=80).print(table)
     lines = [line.replace("┃", "│") for line in output.getvalue().splitlines()]
@@ -102,7 +102,7 @@ def test_values() -> None:
 
 
 def test_the_error_of_a_ratio_is_that_of_its_groups() -> None:
-    # Equal groups: the standard error of their mean.
+    # With equal groups it is the standard error of their mean.
     assert error_of_ratio([1.0, 2.0, 3.0], [1.0] * 3) == pytest.approx(1 / 3**0.5)
     assert error_of_ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx(0.0)
     assert error_of_ratio([1.0], [2.0]) is None

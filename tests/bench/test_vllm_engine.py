@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM measured in a child process: alone, with our plugin, and with a method of its own."""
+"""vLLM measured in a child process: alone, with this plugin, and with vLLM's own method."""
 
 import signal
 import threading
@@ -29,7 +29,7 @@ LOOKAHEAD = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def engine_core_is_a_process() -> Iterator[None]:
-    """As in production; other tests keep theirs in their own process."""
+    """Run the engine core in a process of its own, as in production, unlike in other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
         yield
@@ -50,7 +50,10 @@ def tokens(sample: Sample) -> list[list[int]]:
 
 
 def check(sample: Sample, load: Load) -> None:
-    """What holds for every load: times in order, all tokens arrived, no more requests at once."""
+    """Check what holds for every load.
+
+    Times are in order, all tokens arrived, and no more requests ran at once than the batch size.
+    """
     assert len(sample.traces) == len(load.prompts)
     for trace in sample.traces:
         assert 0 < len(trace.token_ids) == sum(trace.counts) <= load.max_tokens
@@ -66,12 +69,12 @@ def check(sample: Sample, load: Load) -> None:
 
 
 def check_drafts(sample: Sample, lookahead: int) -> None:
-    """Counters that add up, with one another and with what arrived."""
+    """Check that the counters agree with one another and with the tokens that arrived."""
     assert 0 < sample.accepted_tokens <= sample.draft_tokens <= lookahead * sample.drafts
     assert sum(sample.accepted_per_position) == sample.accepted_tokens
     assert sample.accepted_per_position == sorted(sample.accepted_per_position, reverse=True)
     assert sample.accepted_per_position[0] <= sample.drafts
-    # Accepted tokens beyond the end of a completion do not arrive.
+    # Accepted tokens after the end of a completion do not arrive.
     beyond_first = sum(sum(trace.counts) - len(trace.counts) for trace in sample.traces)
     assert 0 <= sample.accepted_tokens - beyond_first <= lookahead * len(sample.traces)
     assert max(max(trace.counts) for trace in sample.traces) <= lookahead + 1
@@ -79,7 +82,7 @@ def check_drafts(sample: Sample, lookahead: int) -> None:
 
 @pytest.fixture(scope="module")
 def loads(code_prompts: list[str]) -> list[Load]:
-    """Of two batch sizes, the first of them twice."""
+    """Loads of two batch sizes; the first load is repeated."""
     prompts = code_prompts[:5]
     return [Load(prompts, max_tokens=24, batch_size=size) for size in (1, 3, 1)]
 
@@ -116,7 +119,7 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
             engine.run(Load(["a"], max_tokens=1, batch_size=4))
         with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*2048"):
             engine.run(Load(["a ", "b " * 5000], max_tokens=8, batch_size=2))
-        again = engine.run(loads[0])  # nothing of the refused load is left
+        again = engine.run(loads[0])  # nothing remains of the refused load
     assert list(processes(engine.pid)) == []
     for sample, load in zip([*samples, again], [*loads, loads[0]], strict=True):
         check(sample, load)
@@ -124,8 +127,8 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
         assert tokens(sample) == tokens(alone[0])
         assert sample.worker["drafts"] == sample.drafts
         assert sample.worker["draft_tokens"] == sample.draft_tokens
-        # Each load reads its prompts anew. A batch changes no draft, but long prompts wait in it
-        # for the first tokens of others, a few tokens at most.
+        # Each load prefills its prompts again. A batch changes no draft. But long prompts in it
+        # wait for the first tokens of other requests, so the counters may differ by a few tokens.
         read = samples[0].worker["catch_up_tokens"]
         assert sample.worker["catch_up_tokens"] == pytest.approx(read, rel=0.02)
         assert sample.drafts == pytest.approx(samples[0].drafts, abs=2 * len(load.prompts))
@@ -149,7 +152,7 @@ def test_a_method_of_vllms_own(demo_pair: Path, alone: list[Sample], loads: list
 def test_requests_as_long_as_the_memory_holds(
     demo_pair: Path, alone: list[Sample], loads: list[Load]
 ) -> None:
-    """A drafter of ours serves a target whose longest sequence vLLM has shortened."""
+    """The drafter serves a target whose longest sequence vLLM has shortened."""
     fitted = {"max_model_len": -1, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 2048}
     config = slem(demo_pair / "drafter", LOOKAHEAD)
     with VllmEngine(EngineSpec(str(demo_pair / "target"), config, 3, fitted)) as engine:
@@ -180,7 +183,7 @@ def test_trees_want_room_beside_the_longest_request(room: int) -> None:
 
 
 def test_on_a_gpu_requests_are_as_long_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user says how long; on a CPU they are short."""
+    """A length given by the user has precedence; on a CPU requests are short."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     assert vllm_engine._engine_arguments(EngineSpec("m"))["max_model_len"] == -1
     given = EngineSpec("m", engine={"max_model_len": 64})
@@ -219,12 +222,15 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
 def test_the_law_of_vllms_own_method_on_a_cpu(
     chain_pair: Path, repaired: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside our plugin vLLM's speculation follows the law; the stock one is caught failing."""
+    """With the plugin, vLLM's own method follows the target's distribution.
+
+    Without the plugin it does not, and the test must detect that.
+    """
     if not current_platform.is_cpu():
         pytest.skip("the stock fault is of CPUs")
     if not repaired:
         monkeypatch.setenv("VLLM_PLUGINS", "")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process less to start
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # saves the start of a process
     count = 1500
     model, start = load_model(chain_pair / "target", PROMPT)
     law = law_of(model, start, Setting(0.8, top_p=0.5))
@@ -244,7 +250,7 @@ def test_the_law_of_vllms_own_method_on_a_cpu(
     with VllmEngine(spec) as engine:
         sample = engine.run(load)
     assert sample.drafts > count / 2
-    if repaired:  # at temperatures of unwritten memory any number may be accepted
+    if repaired:  # without the repair, temperatures are unwritten memory and the count is arbitrary
         assert sample.accepted_tokens > count / 20
     found = counted(trace.token_ids for trace in sample.traces)
     assert follows(found, law) is repaired, p_value(found, law)
@@ -267,7 +273,7 @@ def test_counters_of_the_warm_up_are_left_out() -> None:
 
 
 def test_nothing_is_asked_of_a_worker_right_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look for more work, on a core that the load's first step wants."""
+    """The worker would poll for more work, on a core that the first step of the load needs."""
     done: list[object] = []
     driver = object.__new__(vllm_engine.Driver)
     driver._warm, driver._extended, driver._runner, driver._dtype = set(), False, "V1", "float32"

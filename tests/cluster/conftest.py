@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster for each file of this folder, gone when its tests are done."""
+"""A Ray cluster for each test file of this folder, ended after its tests."""
 
 import importlib.util
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests run in a Ray cluster, each in a process of its own: NAME, and JSON arguments.
+"""Programs that the tests run in a Ray cluster: NAME, and its arguments as JSON.
 
-It prints its answer as a line of JSON.
+Each runs in its own process and prints its answer as a line of JSON.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from scenarios import answers, generate, greedy
 def executor(
     target: str, spec: dict[str, Any], texts: list[str], sampled: dict[str, Any]
 ) -> dict[str, Any]:
-    """An engine of two ranks, and then one of them killed at its work.
+    """Run an engine of two ranks, then kill one of them during a step.
 
     Args:
-        target: Its folder.
+        target: Folder of the target.
         spec: The speculative configuration.
         texts: Prompts.
         sampled: Sampling parameters, `prompt` and `times`.
 
     Returns:
         greedy: Tokens of each text.
-        counts: What each rank has counted for the first three of them, one by one: what is drafted
-            hangs on no other request.
+        counts: Counters of each rank after the first three texts. They run one at a time, so that
+            the number of drafts does not depend on other requests.
         sampled: Tokens of each sample.
         killed: See `killed`.
     """
@@ -57,7 +57,7 @@ def executor(
 
 
 def killed(llm: Any, texts: list[str]) -> dict[str, Any]:
-    """What an engine says when the second rank goes; the first has the drafter."""
+    """Return the engine's error when the second rank is killed; the first one has the drafter."""
     engine = llm.llm_engine
     ranks = [psutil.Process(pid) for pid in llm.collective_rpc(lambda worker: os.getpid())]
     for index, text in enumerate(texts):
@@ -77,7 +77,7 @@ def killed(llm: Any, texts: list[str]) -> dict[str, Any]:
 
 
 def data_parallel(texts: list[str], **arguments: Any) -> dict[str, Any]:
-    """Two engines: greedy tokens, and the drafts that each one's metrics show."""
+    """Return the greedy tokens of two engines, and the drafts in the metrics of each."""
     from prometheus_client import REGISTRY
 
     from vllm_hetero_spec.engine.metrics.sinks import PREFIX
@@ -92,4 +92,4 @@ def data_parallel(texts: list[str], **arguments: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     answer = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
-    print(f"\n{json.dumps(answer)}", flush=True)  # others write here too, and end no line
+    print(f"\n{json.dumps(answer)}", flush=True)  # other output of the process may lack a newline

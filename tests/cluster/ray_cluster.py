@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of this machine alone, whose nodes have "GPUs" that are CPUs, and programs in it.
+"""A Ray cluster on this machine, with CPUs as "GPUs", and programs that run in it.
 
-vLLM's CPU platform has no name for Ray to count devices by. A platform plugin that gives it one is
-written into a folder, which stands first in PYTHONPATH of every process: of the cluster, of its
-workers and of the programs. Nothing is installed, and no process of the tests themselves sees it.
+vLLM's CPU platform gives Ray no device name to count. A platform plugin with such a name is written
+into a folder. This folder is first in PYTHONPATH of the cluster, its workers and the programs.
+Nothing is installed, and the tests' own processes do not use it.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ import psutil
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
 IMPORTED = (HERE.parent / "any_process", REPO, HERE.parent, HERE.parent / "engine", HERE)
-SECONDS = 600  # bound on a program
-_START = 120  # bound on the start of a node, which a busy machine takes a minute for
-_TRIES = 3  # at that: a port that was free may be taken by when the node wants it
+SECONDS = 600  # limit of a program
+_START = 120  # limit of a node's start; on a busy machine it takes a minute
+_TRIES = 3  # tries to start a node; another process may have taken its free port
 Started = TypeVar("Started")
 _PLATFORM = """
 def platform():
@@ -55,7 +55,7 @@ def __getattr__(name):  # on first use: vllm.platforms is half imported before
 
 
 def write_platform(folder: Path) -> None:
-    """A plugin of vLLM: its CPU platform, with devices that Ray can count."""
+    """Write a vLLM plugin: the CPU platform, with a device name that Ray can count."""
     metadata = folder / "ray_on_cpu-1.0.dist-info"
     metadata.mkdir(parents=True)
     (folder / "ray_on_cpu.py").write_text(_PLATFORM)
@@ -72,13 +72,13 @@ def free_port() -> int:
 
 
 class NotStarted(Exception):
-    """A node of a cluster ended, or was not there in time; it says what it printed."""
+    """A node of a cluster ended or did not start in time; the message contains its output."""
 
 
 def _entered(
     stack: contextlib.ExitStack, node: Callable[[], AbstractContextManager[Started]]
 ) -> Started:
-    """What a node's start gives, until `stack` ends it; with other ports where it fails."""
+    """Enter the context of a node in `stack`; if its start fails, try again with other ports."""
     for _ in range(_TRIES - 1):
         try:
             return stack.enter_context(node())
@@ -88,7 +88,7 @@ def _entered(
 
 
 def processes(address: str, name: str) -> list[psutil.Process]:
-    """Those of a cluster, by a part of their name."""
+    """Return the processes of a cluster whose name contains `name`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -102,10 +102,10 @@ class RayCluster:
     """A running cluster.
 
     Attributes:
-        address: Of its head, host and port.
-        folder: All its files; short, since sockets have long names in it.
-        environment: Of the processes in it and of programs that use it.
-        metrics_port: Where its head shows the metrics of all that runs there.
+        address: Host and port of its head.
+        folder: Folder of all its files; the path is short because socket names are long.
+        environment: Environment of its processes and of programs that use it.
+        metrics_port: Port on which its head exports the metrics of all its processes.
     """
 
     address: str
@@ -116,7 +116,7 @@ class RayCluster:
     def popen(
         self, *command: str, output: Any = subprocess.PIPE, **environment: str
     ) -> subprocess.Popen:
-        """A Python program of `command` that finds this cluster, in a session of its own."""
+        """Start a Python program that finds this cluster, in a session of its own."""
         return subprocess.Popen(
             [sys.executable, *command],
             env=self.environment | environment,
@@ -127,11 +127,11 @@ class RayCluster:
         )
 
     def run(self, *command: str, **environment: str) -> str:
-        """What such a program prints; it must succeed.
+        """Run such a program, which must succeed, and return its output.
 
         Args:
             command: Its file and arguments.
-            environment: What it has beside the cluster's.
+            environment: Variables in addition to the cluster's.
         """
         program = self.popen(*command, **environment)
         try:
@@ -143,7 +143,7 @@ class RayCluster:
         return said
 
     def answer(self, *command: str, **environment: str) -> Any:
-        """The JSON object that such a program prints as a line; Ray may print others after it."""
+        """Return the JSON object that such a program prints as a line; Ray may print more lines."""
         said = self.run(*command, **environment)
         answers = [line for line in said.splitlines() if line.startswith("{")]
         assert answers, said[-3000:]
@@ -151,11 +151,11 @@ class RayCluster:
 
     @contextlib.contextmanager
     def node(self, *options: str, **environment: str) -> Iterator[None]:
-        """One more node of this cluster.
+        """Add a node to this cluster.
 
         Args:
-            options: Of `ray start`.
-            environment: What its processes have beside, or instead of, the cluster's.
+            options: Options of `ray start`.
+            environment: Variables of its processes; they override the cluster's.
         """
         other = replace(self, environment=self.environment | environment)
         with contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ class RayCluster:
     def _started(self, *options: str) -> Iterator[None]:
         ray = Path(sys.executable).with_name("ray")
         command = [str(ray), "start", "--block", "--object-store-memory=100000000", *options]
-        command += ["--min-worker-port=0", "--max-worker-port=0"]  # any that are free
+        command += ["--min-worker-port=0", "--max-worker-port=0"]  # 0 means any free port
         for name in ("dashboard-agent-listen-port", "runtime-env-agent-port"):
             command.append(f"--{name}={free_port()}")
         log = self.folder / f"{free_port()}.log"
@@ -190,11 +190,11 @@ class RayCluster:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """A node and all that it has started, and no other."""
+    """End a node and its child processes only."""
     try:
         first = psutil.Process(process.pid)
         family = [first, *first.children(recursive=True)]
-    except psutil.NoSuchProcess:  # it has failed, and says why
+    except psutil.NoSuchProcess:  # it has failed, and its output has the reason
         family = []
     process.terminate()
     _, alive = psutil.wait_procs(family, timeout=15)
@@ -207,7 +207,7 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def started() -> Iterator[RayCluster]:
-    """A cluster of one node with eight CPUs and two "GPUs"; it is gone afterwards."""
+    """Yield a cluster of one node with eight CPUs and two "GPUs", and end it afterwards."""
     with contextlib.ExitStack() as stack:
         yield _entered(stack, _head)
 
@@ -220,11 +220,11 @@ def _head() -> Iterator[RayCluster]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
         "PYTHONPATH": os.pathsep.join(map(str, [folder / "platform", *IMPORTED])),
         "RAY_ADDRESS": f"127.0.0.1:{port}",
-        # Its own, and none in the home folder: nobody else comes in.
+        # A token of its own, not one in the home folder, so that no other process can connect.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Others may use this machine's memory.
+        # Disabled, because other processes may use this machine's memory.
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_metrics_report_interval_ms": "1000",
         "RAY_raylet_start_wait_time_s": str(_START),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec doctor --ray` on a cluster whose nodes are alike, and on one with a fault."""
+"""`vllm-hetero-spec doctor --ray` on a cluster with equal nodes, and on one with a fault."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ import vllm_hetero_spec
 pytestmark = [pytest.mark.full, pytest.mark.ray]
 
 DOCTOR = "import sys; from vllm_hetero_spec.cli.main import main; sys.exit(main(sys.argv[1:]))"
-# Of a node where the package is not installed.
+# On this node the package cannot be imported.
 WITHOUT = "import sys; sys.modules['vllm_hetero_spec'] = None\n"
 
 
 def examined(cluster: RayCluster, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of the command."""
+    """Return exit code, output and errors of the command."""
     process = cluster.popen("-c", DOCTOR, "doctor", "--ray", *arguments)
     said, errors = process.communicate(timeout=300)
     return process.returncode, said, errors

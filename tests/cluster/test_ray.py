@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose workers, or which themselves, are actors of Ray."""
+"""Engines whose workers are Ray actors, and engines that are Ray actors themselves."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ LAW = {"temperature": 0.8, "top_k": 3}
 
 
 def run(cluster: RayCluster, name: str, environment: dict[str, str], **arguments: Any) -> Any:
-    """The answer of one of `programs.py`."""
+    """Return the answer of a function of `programs.py`."""
     return cluster.answer(str(HERE / "programs.py"), name, json.dumps(arguments), **environment)
 
 
@@ -47,7 +47,7 @@ def two_ranks(
 def test_same_tokens_and_drafts(
     two_ranks: Any, alone: Outputs, demo_pair: Path, texts: list[str], hetero: dict[str, Any]
 ) -> None:
-    """As of one rank in this process."""
+    """Tokens and drafts equal those of one rank in this process."""
     assert two_ranks["greedy"] == alone
     with engine(demo_pair / "target", hetero) as llm:
         for text in texts[:3]:
@@ -58,7 +58,7 @@ def test_same_tokens_and_drafts(
         assert drafting[name] == here[name]
     assert list(drafting["lengths"].values()) == list(here["lengths"].values())
     assert drafting["drafts"] > 0
-    assert other["drafts"] == other["drafter_tokens"] == 0  # the drafter is whole on the first
+    assert other["drafts"] == other["drafter_tokens"] == 0  # the whole drafter is on the first rank
 
 
 def test_sampled_drafts_keep_the_targets_law(
@@ -70,7 +70,7 @@ def test_sampled_drafts_keep_the_targets_law(
 
 
 def test_a_worker_that_is_killed(two_ranks: Any) -> None:
-    """vLLM ends the engine with an error of its own, and the rank with the drafter goes too."""
+    """vLLM ends the engine with its own error, and the rank with the drafter ends too."""
     killed = two_ranks["killed"]
     assert killed["ranks"] == 2
     assert killed["said"].startswith("EngineDeadError")

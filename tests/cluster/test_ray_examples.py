@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples for Ray's libraries, as they stand: answers, metrics, and a replica that is lost."""
+"""The examples for Ray's libraries, unchanged: answers, metrics, and the loss of a replica."""
 
 import contextlib
 import json
@@ -23,7 +23,8 @@ from scenarios import generate, greedy
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.ray]
 
-# Ray shows no counter before it counts: these prompts are too short to share KV, and trees are off.
+# Ray exports a counter only after its first count. These prompts are too short to share KV, and
+# trees are disabled.
 COUNTLESS = {
     f"ray_vllm_hetero_spec_{name}"
     for name in (
@@ -46,7 +47,7 @@ PROMPTS = (
 
 
 def until(ready: Callable[[], bool], seconds: float = SECONDS) -> bool:
-    """Whether it gets ready in time."""
+    """Return True if `ready` becomes true in time."""
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:
@@ -56,7 +57,7 @@ def until(ready: Callable[[], bool], seconds: float = SECONDS) -> bool:
 
 
 def shown(cluster: RayCluster) -> dict[str, float]:
-    """What Ray shows to Prometheus of the first engine of each replica, summed by name."""
+    """Return the exported metrics of the first engine of each replica, summed by name."""
     url = f"http://127.0.0.1:{cluster.metrics_port}/metrics"
     with urllib.request.urlopen(url, timeout=30) as response:
         families = text_string_to_metric_families(response.read().decode())
@@ -72,7 +73,7 @@ def drafts(cluster: RayCluster) -> float:
 
 
 def test_ray_data(ray_cluster: RayCluster, demo_pair: Path, tmp_path: Path) -> None:
-    target = demo_pair / "target-wide"  # of the example, which names no other
+    target = demo_pair / "target-wide"  # the target of the example
     ray_cluster.run(str(REPO / "examples" / "ray_data.py"), "--out", str(tmp_path))
     rows = [json.loads(line) for part in tmp_path.iterdir() for line in part.open()]
     with engine(target) as llm:
@@ -84,7 +85,7 @@ def test_ray_data(ray_cluster: RayCluster, demo_pair: Path, tmp_path: Path) -> N
 
 @contextlib.contextmanager
 def serving(cluster: RayCluster, *arguments: str) -> Iterator[openai.OpenAI]:
-    """A client of examples/ray_serve.py, once that answers."""
+    """Run examples/ray_serve.py and yield a client of it once it is ready."""
     port = free_port()
     command = [str(REPO / "examples" / "ray_serve.py"), *arguments, "--port", str(port)]
     log = cluster.folder / "serve.log"
@@ -104,7 +105,7 @@ def serving(cluster: RayCluster, *arguments: str) -> Iterator[openai.OpenAI]:
 
 
 def test_ray_serve(ray_cluster: RayCluster, demo_pair: Path) -> None:
-    """Two replicas; one is killed."""
+    """If one of two replicas is killed, requests are still answered, and it is replaced."""
     if not vllm.__version__.startswith("0.32."):
         pytest.skip("Ray 2.60's library for language models imports with vLLM 0.32 alone")
     with engine(demo_pair / "target-wide") as llm:
@@ -124,7 +125,7 @@ def test_ray_serve(ray_cluster: RayCluster, demo_pair: Path) -> None:
         assert until(lambda: drafts(ray_cluster) > before, 30)
         missing = {f"ray_vllm_{n}" for n in re.findall(r"\$\{prefix\}(\w+)", BOARD.read_text())}
 
-        def all_shown() -> bool:  # Ray soon forgets the gauges of an idle engine
+        def all_shown() -> bool:  # Ray soon drops the gauges of an idle engine
             ask(client, PROMPTS[0])
             missing.difference_update(shown(ray_cluster))
             return missing <= COUNTLESS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws come from the rows that are kept, however the batch is cut into parts."""
+"""Draft tokens are sampled from the rows that are kept, also if a batch is processed in parts."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_raced_drafts_begin_with_the_winner_of_their_law() -> None:
 
 @pytest.mark.parametrize("races", [False, True])
 def test_what_is_drawn_from_the_likeliest_alone_has_their_law(races: bool) -> None:
-    """Ties at the edge too: no more tokens than said, and all of the probability."""
+    """With `likeliest`, a row keeps at most that many tokens, also with ties, and sums to 1."""
     tied = torch.ones(REQUESTS, 5)
     for given in (logits(0), tied):
         rows = batch(races, likeliest=2).rows(given.clone(), range(REQUESTS))
@@ -85,6 +85,6 @@ def test_what_is_drawn_from_the_likeliest_alone_has_their_law(races: bool) -> No
         assert ((draws.draft_probs > 0).sum(-1) <= 2).all()
         expected = torch.zeros(REQUESTS, 4).index_add_(1, FIRST, rows)
         torch.testing.assert_close(draws.draft_probs, expected)
-    hot = batch(races, likeliest=2).rows(logits(0), range(REQUESTS))[4]  # no top_k of its own
+    hot = batch(races, likeliest=2).rows(logits(0), range(REQUESTS))[4]  # this request has no top_k
     best = logits(0)[4].topk(2).indices
     assert set(hot.nonzero().flatten().tolist()) == set(best.tolist())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of methods: what each proposes, and their order for a pair of tokenizers."""
+"""The table of methods: proposals, and the recommended order for a pair of tokenizers."""
 
 import dataclasses
 import itertools
@@ -94,8 +94,8 @@ def test_every_case_has_an_order_without_repetition() -> None:
         assert len(names) == len(set(names))
 
 
-# Drafter ids 0 to 3: both have the first two, the target spells the third with two tokens, and the
-# fourth not at all.
+# Drafter ids 0 to 3. Both tokenizers have the first two. The target spells the third with two
+# tokens, and it cannot spell the fourth.
 MAPS = VocabularyMaps(
     d2t=np.array([4, 1, -1, -1], np.int32),
     kappa_ptr=np.array([0, 1, 2, 4, 4], np.int32),
@@ -112,7 +112,7 @@ PROPOSED = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_proposes(name: str) -> None:
-    """The token that is drawn is the first of all that are proposed."""
+    """The first of a drafter token's target tokens is the one that is sampled."""
     method = METHODS[name]
     assert method.needs_probs is (name in PROPOSED)
     assert method.summary
@@ -125,7 +125,7 @@ def test_what_a_method_proposes(name: str) -> None:
 
 
 def test_the_same_ids_are_proposed_as_they_are() -> None:
-    """Up to the width of the target's logits."""
+    """Ids beyond the width of the target's logits are not proposed."""
     first, lengths, tokens = spell_same(4, 3)
     assert first.tolist() == [0, 1, 2, -1]
     assert lengths.tolist() == [1, 1, 1, 1]
@@ -135,4 +135,4 @@ def test_the_same_ids_are_proposed_as_they_are() -> None:
 def test_the_alias_has_no_place_of_its_own() -> None:
     assert METHODS[HETERO].promise(ALIKE) is None
     assert METHODS[HETERO].merges
-    assert not METHODS[HETERO].needs_probs  # where there are none, it stands for one without
+    assert not METHODS[HETERO].needs_probs  # it may resolve to a method without `draft_probs`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's row carried over to the target's vocabulary is the law of what it proposes."""
+"""A drafter's row, mapped to the target's vocabulary, is the distribution of its proposals."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_draft_probs(first: list[int], padding: int, seed: int, renormalise: boo
     table = tokens.table(len(q))
     tokens.add_draft_probs(torch.tensor(q, dtype=torch.float32), table)
     found = table[:, :-1]
-    if not renormalise:  # what proposes nothing counts as the likeliest proposal
+    if not renormalise:  # probability without a proposal goes to the likeliest one
         nothing = q[:, [d for d, t in enumerate(first) if t < 0]].sum(1)
         expected[range(3), expected.argmax(1)] += nothing
     assert found.shape == (3, 9)
@@ -67,7 +67,11 @@ def test_probabilities_follow_the_requests_parameters() -> None:
 
 
 def test_parameters_choose_among_the_likeliest_of_a_large_vocabulary() -> None:
-    """Rows without any are left whole; what leaves more than are ordered has all of those."""
+    """In a large vocabulary, parameters apply to the likeliest tokens only.
+
+    A row without parameters is not shortened. A larger `top_k` is limited to the number of ordered
+    tokens.
+    """
     width, ordered = 3 * token_map._ORDERED, token_map._ORDERED
     row = torch.arange(width).flip(0).float() / 200
     rows = probabilities(

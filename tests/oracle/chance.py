@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random choices of an algorithm, made explicit, so that its law can be computed exactly.
+"""Explicit random choices of an algorithm, so that its exact distribution can be computed.
 
-An algorithm written against `Chance` says where it draws and from what. `law` runs it along every
-sequence of choices and adds up their probabilities, which proves what sampling can only suggest.
+An algorithm takes its random choices from `Chance`. `law` runs it along every sequence of choices
+and adds up their probabilities. This proves a distribution, which sampling cannot.
 """
 
 from collections import defaultdict
@@ -16,17 +16,17 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class Chance(Protocol):
-    """Where an algorithm gets its random choices from."""
+    """Source of an algorithm's random choices."""
 
     def draw(self, weights: ArrayLike) -> int:
-        """An index, with probability in proportion to its weight."""
+        """Return an index, with probability in proportion to its weight."""
 
     def flip(self, probability: float) -> bool:
-        """True with this probability; values outside [0, 1] are clipped."""
+        """Return True with this probability; values outside [0, 1] are clipped."""
 
 
 class _Replay:
-    """Follows a prescribed beginning, then takes the first possible choice every time."""
+    """Makes the prescribed first choices, then always the first possible one."""
 
     def __init__(self, beginning: list[int]) -> None:
         self._beginning = beginning
@@ -50,10 +50,10 @@ class _Replay:
 
 
 def law(algorithm: Callable[[Chance], Outcome]) -> dict[Outcome, float]:
-    """The exact distribution of an algorithm's outcome.
+    """Return the exact distribution of an algorithm's outcome.
 
-    The algorithm must make finitely many choices and depend on nothing else that changes. Its cost
-    is one run for every sequence of choices: for small vocabularies and short drafts only.
+    The algorithm must make finitely many choices and depend on nothing else that changes. It runs
+    once for every sequence of choices, so vocabularies must be small and drafts short.
     """
     found: dict[Outcome, float] = defaultdict(float)
     beginnings: list[list[int]] = [[]]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance length that exact-text string matching (SLEM) reaches on a pair.
+"""Acceptance length that string-level exact match (SLEM) reaches on a pair, without vLLM.
 
-The target's greedy continuation is computed once. Then rounds walk along it: the exact text so
-far is tokenised from scratch for the drafter, drafted greedily, translated to target ids, and
-compared with the continuation. No vLLM, nothing incremental: it is the yardstick for the engine.
+The target's greedy continuation is computed once. Each round tokenizes the exact text from scratch
+for the drafter, drafts greedily and translates the draft to target ids. It compares these ids with
+the continuation. Nothing is incremental, so that the engine can be compared with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from oracle_text import Translator, split_complete, token_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 DRAFTING = ("exactly-k-drafter-tokens", "cover", "cover-and-one-more")
-_STEPS_PER_TARGET_TOKEN = 4  # bound on drafter tokens of a round, per target token proposed
+_STEPS_PER_TARGET_TOKEN = 4  # limit of drafter tokens in a round, per target token proposed
 
 Draft = Callable[[bytes], Iterator[bytes]]
 Translate = Callable[[bytes, bytes], list[int]]
@@ -25,13 +25,12 @@ Translate = Callable[[bytes, bytes], list[int]]
 
 @dataclass(frozen=True)
 class Rule:
-    """How long a round drafts and what of it is proposed.
+    """Draft length of a round, and the part of the draft that is proposed.
 
-    `exactly-k-drafter-tokens` drafts K drafter tokens; `cover` drafts until the text so far makes
-    K target tokens, 4 K drafter tokens at most; `cover-and-one-more` drafts one token more, so
-    that the K-th target token is cut with its right neighbour known. `drop_last` withholds the
-    last target token of the draft, which more text could have cut differently, unless it is the
-    only one.
+    `exactly-k-drafter-tokens` drafts K drafter tokens. `cover` drafts until the text makes K target
+    tokens, at most 4 K drafter tokens. `cover-and-one-more` drafts one token more, so that the text
+    after the K-th target token is known when it is tokenized. `drop_last` withholds the last target
+    token of the draft unless it is the only one, because more text could have split it differently.
     """
 
     k: int
@@ -41,7 +40,7 @@ class Rule:
     def propose(
         self, pieces: Iterator[bytes], translate: Callable[[bytes], list[int]]
     ) -> list[int]:
-        """At most K target ids from the drafter's tokens, taken as bytes one at a time."""
+        """Return at most K target ids from the drafter's tokens, given as bytes one at a time."""
         draft, ids, covered = b"", [], 0
         exact = self.drafting == "exactly-k-drafter-tokens"
         limit = self.k if exact else self.k * _STEPS_PER_TARGET_TOKEN
@@ -62,7 +61,7 @@ class Rule:
 
 @dataclass
 class Counts:
-    """Sums over rounds; a draft is a round in which something was proposed."""
+    """Sums over rounds; `drafts` counts the rounds with at least one proposed token."""
 
     rounds: int = 0
     drafts: int = 0
@@ -87,8 +86,8 @@ def walk(
 ) -> None:
     """Add to `counts` the rounds that emit `max_tokens` of the target ids `greedy`.
 
-    As in an engine, the first token comes from the prompt without a draft, and nothing is proposed
-    past `max_tokens`, of which the last is always a bonus token. `table` holds the bytes of each
+    As in an engine, the first token comes from the prompt without a draft. Nothing is proposed
+    after `max_tokens`, and the last token is always a bonus token. `table` holds the bytes of each
     target id.
     """
     done = 1
@@ -108,7 +107,7 @@ def walk(
 
 
 class Drafter:
-    """Drafts greedily from exact text, keeping the KV of the ids that two contexts share."""
+    """Drafts greedily from exact text; keeps the KV of the ids that two contexts share."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -117,10 +116,10 @@ class Drafter:
         self._cached: list[int] = []
 
     def __call__(self, context: bytes) -> Iterator[bytes]:
-        """Bytes of the drafted tokens, one at a time, until EOS.
+        """Yield the bytes of the drafted tokens, one at a time, until EOS.
 
-        Only what follows `context` counts: bytes of an incomplete character at its end must be
-        drafted again. Tokens that contradict these bytes are not eligible.
+        Only the bytes after `context` are yielded. If `context` ends in an incomplete character,
+        its bytes must be drafted again, and tokens that contradict them are not eligible.
         """
         text, owed = split_complete(context)
         ids = self._tokenizer(text)["input_ids"]
@@ -158,7 +157,7 @@ class Drafter:
 
 
 def greedy_decode(model: Any, ids: list[int], new_tokens: int, eos: set[int]) -> list[int]:
-    """Up to `new_tokens` ids after `ids`, the EOS that ends them included."""
+    """Return up to `new_tokens` ids after `ids`, including a final EOS."""
     out: list[int] = []
     cache, row = DynamicCache(), torch.tensor([ids], device=model.device)
     with torch.inference_mode():
@@ -170,7 +169,7 @@ def greedy_decode(model: Any, ids: list[int], new_tokens: int, eos: set[int]) ->
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Model in float32, on the GPU if there is one, and tokenizer."""
+    """Return the model in float32, on the GPU if there is one, and the tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device), AutoTokenizer.from_pretrained(folder)
@@ -183,7 +182,7 @@ def measure(
     max_tokens: int,
     rules: Sequence[Rule],
 ) -> list[Counts]:
-    """Counts of each rule on the same greedy continuations of `prompts`."""
+    """Return the counts of each rule on the same greedy continuations of `prompts`."""
     target_model, target_tokenizer = load(target)
     draft = Drafter(*load(drafter))
     table, translate = token_bytes(target_tokenizer), Translator(target_tokenizer)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of tokens and target ids of drafted text, each time from scratch.
+"""Bytes of tokens and target ids of drafted text, computed from scratch each time.
 
-Written apart from the plugin's own incremental translation so that each can check the other.
+This code is independent of the plugin's incremental translation, so that each can check the other.
 """
 
 import json
@@ -13,9 +13,10 @@ _MARK = "▁"
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """The exact bytes each id of a byte-level or SentencePiece-style tokenizer adds to a text.
+    """Return the exact bytes that each id adds to a text.
 
-    Special tokens add none. Raises ValueError for a tokenizer of neither kind.
+    The tokenizer must be byte-level or SentencePiece-style; others raise ValueError. Special tokens
+    add no bytes.
     """
     backend = tokenizer.backend_tokenizer
     described = json.loads(backend.to_str())
@@ -44,9 +45,9 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def split_complete(data: bytes) -> tuple[str, bytes]:
-    """The longest prefix of `data` that is whole UTF-8, and the bytes after it.
+    """Return the longest prefix of `data` that is complete UTF-8, and the bytes after it.
 
-    Bytes that cannot begin any character end the prefix too.
+    The prefix also ends at bytes that cannot begin any character.
     """
     try:
         return data.decode(), b""
@@ -55,24 +56,25 @@ def split_complete(data: bytes) -> tuple[str, bytes]:
 
 
 class Translator:
-    """Target ids of drafted bytes, anchored on the text before them."""
+    """Translates drafted bytes to target ids, given the text before them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes = token_bytes(tokenizer)
 
     def __call__(self, context: bytes, draft: bytes) -> list[int]:
-        """Ids whose bytes are those of `draft`, less an incomplete character at its end.
+        """Return ids with the bytes of `draft`, without an incomplete character at its end.
 
-        The whole text is encoded and cut at the end of `context`. Where a token straddles that
-        point, the draft is encoded alone: the target has committed to a boundary there.
+        The whole text is encoded and split at the end of `context`. If a token lies across that
+        point, the draft is encoded alone, because the target has already fixed a token boundary
+        there.
         """
         text, _ = split_complete(context + draft)
         size = len(text.encode())
         if size <= len(context):
             return []
         ids = self._tokenizer(text)["input_ids"]
-        # Count from the end: what is in front (BOS, dummy prefix) differs between tokenizers.
+        # Count from the end, because the first ids (BOS, dummy prefix) differ between tokenizers.
         left, start = size - len(context), len(ids)
         while left > 0:
             start -= 1
@@ -85,10 +87,10 @@ class Translator:
         try:
             drafted = text.encode()[len(context) :].decode()
         except UnicodeDecodeError:
-            return []  # the draft starts inside a character: no text of its own
+            return []  # the draft starts inside a character and has no text of its own
         ids = self._tokenizer(drafted, add_special_tokens=False)["input_ids"]
         if b"".join(self._bytes[i] for i in ids) == drafted.encode():
             return ids
-        # A dummy prefix came in front: ask the model below the normalizer.
+        # A dummy prefix was added, so call the model below the normalizer.
         model = self._tokenizer.backend_tokenizer.model
         return [token.id for token in model.tokenize(drafted.replace(" ", _MARK))]

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every algorithm in its paper's notation: the oracle of the tests, and the place to learn them.
+"""Reference form of every algorithm in the notation of its paper; the other tests compare with it.
 
-T and D are the vocabularies of target and drafter, p(c) and q(path) their next-token rows, c the
-target tokens so far, path the draft tokens of this round. An algorithm is a `Stream`: it proposes
-target tokens K_1, K_2, ..., each with psi, its law given all that was revealed before it.
-`token_rule` and `block_rule` accept or correct a stream.
+T and D are the vocabularies of target and drafter. p(c) is the target's distribution after the
+target tokens c. q(path) is the drafter's distribution after the draft tokens `path` of this round.
+An algorithm is a `Stream`: it proposes target tokens K_1, K_2, ... Each comes with psi, its
+distribution given all that was revealed before it. `token_rule` and `block_rule` accept or correct
+a stream.
 
-Why this is lossless, whatever the vocabularies: K is emitted with probability psi(K) min(1, p(K) /
-psi(K)) = min(psi(K), p(K)), and what is then missing of p is just what a correction is drawn from,
-(p - psi)+. So the output's law is p for ANY psi that is the true law of K. Correctness does not
-depend on the map between the vocabularies, nor on how K was found: they decide psi, and with it
-how often K is accepted, the sum of min(psi, p). What must be true is psi: a token that is certain
-given what was revealed has a one-hot psi, and a draft may be cut short by count, by time, or by
-what was known before the draw, never by what was drawn.
+Why this is lossless for any two vocabularies: K is emitted with probability psi(K) min(1, p(K) /
+psi(K)) = min(psi(K), p(K)). The missing part of p is (p - psi)+, and a correction is sampled from
+exactly that. So the output has distribution p for ANY psi that is the true distribution of K.
+Correctness does not depend on the map between the vocabularies, nor on how K was found. These
+determine psi, and with it the acceptance rate, the sum of min(psi, p). Only psi must be true: a
+token that is certain given what was revealed has a one-hot psi. A draft may be shortened by count,
+by time, or by what was known before a token was sampled. It is never shortened by the sampled
+token itself.
 
 HetVoc: *Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies* (Timor et al., ICML 2025). BV: *Block Verification Accelerates Speculative Decoding*
@@ -26,14 +28,14 @@ from dataclasses import dataclass
 import numpy as np
 from chance import Chance, law
 
-Row = np.ndarray  # probabilities over T or D; of a proposal they may add up to less than 1
+Row = np.ndarray  # probabilities over T or D; those of a proposal may sum to less than 1
 Target = Callable[[tuple[int, ...]], Row]
 Drafter = Callable[[tuple[int, ...]], Row]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A proposed target token (None: nothing was proposed) and the law it was drawn from."""
+    """A proposed target token (None: no proposal) and the distribution it was sampled from."""
 
     token: int | None
     row: Row
@@ -44,9 +46,9 @@ Stream = Iterator[Proposal]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two vocabularies as byte strings, and the target's tokenisation tau of any string.
+    """Two vocabularies as byte strings, and tau, the target's tokenization of any string.
 
-    tau is the real tokenizer's, and kappa(d) = tau(str(d)).
+    tau is the tokenization of the real tokenizer, and kappa(d) = tau(str(d)).
     """
 
     target: Sequence[bytes]
@@ -57,7 +59,7 @@ class Pair:
         return self.tau(self.drafter[d])
 
     def twin(self, d: int) -> int | None:
-        """The target token with the bytes of d, None outside the intersection."""
+        """Return the target token with the bytes of d, or None if d is outside the intersection."""
         kappa = self.kappa(d)
         return kappa[0] if len(kappa) == 1 else None
 
@@ -72,7 +74,7 @@ def one_hot(token: int, size: int) -> Row:
 
 
 def residual(p: Row, row: Row) -> Row:
-    """(p - row)+, not normalised."""
+    """Return (p - row)+, not normalized."""
     return np.maximum(p - row, 0.0)
 
 
@@ -82,8 +84,8 @@ def residual(p: Row, row: Row) -> Row:
 def token_rule(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple[int, ...]:
     """Leviathan et al., token by token: accept K with min(1, p(K) / row(K)), else correct.
 
-    A proposal that is None is corrected from the same residual. After the last proposal the bonus
-    token comes from p.
+    If the proposal is None, the correction is sampled from the same residual. After the last
+    proposal the bonus token is sampled from p.
     """
     emitted: tuple[int, ...] = ()
     for proposal in stream:
@@ -97,10 +99,11 @@ def token_rule(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) ->
 
 
 def block_rule(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple[int, ...]:
-    """BV: accept the longest prefix that the block as a whole supports, then correct.
+    """BV: accept a prefix of the block by its joint probability, then correct.
 
-    P_j = min(P_{j-1} p_j(K_j) / row_j(K_j), 1); S_j = sum (P_j p_{j+1} - row_{j+1})+;
-    h_j = S_j / (1 - P_j + S_j); tau = max{j: U_j <= h_j}. Accepts at least as much as token_rule.
+    P_j = min(P_{j-1} p_j(K_j) / row_j(K_j), 1); S_j = sum (P_j p_{j+1} - row_{j+1})+; h_j = S_j /
+    (1 - P_j + S_j); tau = max{j: U_j <= h_j}. The rule accepts at least as many tokens as
+    `token_rule`.
     """
     drafts = list(stream)
     tokens = [proposal.token for proposal in drafts]
@@ -123,7 +126,7 @@ def block_rule(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) ->
 
 
 def exact_match(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple[int, ...]:
-    """HetVoc, string-level exact match: draw from the target and compare with the proposal."""
+    """HetVoc, string-level exact match: sample from the target and compare with the proposal."""
     emitted: tuple[int, ...] = ()
     for proposal in stream:
         emitted += (chance.draw(p(c + emitted)),)
@@ -134,17 +137,18 @@ def exact_match(p: Target, c: tuple[int, ...], stream: Stream, chance: Chance) -
 
 # ------------------------------------------------------------------------------- trees
 
-# Non-empty paths of target tokens, with every non-empty beginning of each.
+# Non-empty paths of target tokens. Each non-empty prefix of a path is a path of the tree too.
 Tree = Collection[tuple[int, ...]]
 
 
 def walk(choose: Callable[[tuple[int, ...]], int], tree: Tree) -> tuple[int, ...]:
-    """ERSD Algorithm 5, corrected: emit what is chosen, as long as the tree goes on with it.
+    """ERSD Algorithm 5, corrected: emit chosen tokens up to the first one that leaves the tree.
 
-    The tree says where a step ends, never what is emitted. So the output's law is the target's
-    where each choice has the target's law given tree and past (a draw), and is the target's own
-    output, token by token, where a choice depends on u and on noise that the tree cannot change
-    (the first choice, a race whose clocks belong to the depth).
+    The tree determines when a step ends, but not which tokens are emitted. If each choice is
+    sampled from the target's distribution given tree and past, the output has the target's
+    distribution. If each choice depends on u and on noise that the tree cannot change, the output
+    is the target's own, token by token. Examples are the first choice, and a race whose clocks
+    belong to the depth.
     """
     emitted: tuple[int, ...] = (choose(()),)
     while emitted in tree:
@@ -157,9 +161,9 @@ def best_tree(
 ) -> list[tuple[int, ...]]:
     """ERSD Algorithm 3, corrected: the `count` paths of ranks with the largest sum of values.
 
-    R(j) = P[path j is accepted] falls along paths, so the largest on offer is always one of the
-    best. The paper offers the first child and the next sibling of what it takes, which needs R to
-    fall from sibling to sibling as well; here all children are offered.
+    R(j) = P[path j is accepted] falls along paths, so the best candidate always belongs to a best
+    tree. The paper adds only the first child and the next sibling of a taken path as candidates.
+    This requires that R also falls from sibling to sibling. Here all children are candidates.
     """
     offered: list[tuple[int, ...]] = [(rank,) for rank in range(ranks)]
     tree: list[tuple[int, ...]] = []
@@ -176,11 +180,11 @@ def tree_rule(
     children: Callable[[tuple[int, ...]], tuple[Proposal | None, Collection[int]]],
     chance: Chance,
 ) -> tuple[int, ...]:
-    """Leviathan's rule where a child was drawn, and the token that it gives looked up among others.
+    """Leviathan's rule for a sampled child; a token that is another child also continues the walk.
 
-    SpecInfer's and Sequoia's trees without their recursive rejection: `children` gives at each path
-    the child that was drawn, with its law, and those that are certain. A drawn child may be left
-    out only for reasons that do not depend on what it became.
+    This is a tree of SpecInfer or Sequoia without recursive rejection. `children` returns for each
+    path the sampled child with its distribution, and the certain children. A sampled child may be
+    left out only for reasons that do not depend on the sampled token.
     """
     emitted: tuple[int, ...] = ()
     while True:
@@ -201,7 +205,7 @@ def tree_rule(
 
 
 def sd(q: Drafter, k: int, chance: Chance) -> Stream:
-    """Leviathan et al. and Chen et al.: one vocabulary, the drafter's rows as they are."""
+    """Leviathan et al. and Chen et al.: one vocabulary; the drafter's rows are used unchanged."""
     path: tuple[int, ...] = ()
     for _ in range(k):
         row = q(path)
@@ -211,7 +215,7 @@ def sd(q: Drafter, k: int, chance: Chance) -> Stream:
 
 
 def slem(pair: Pair, q: Drafter, k: int) -> Stream:
-    """HetVoc Algorithm 2: k greedy draft tokens, spelt again by the target, one-hot."""
+    """HetVoc Algorithm 2: k greedy draft tokens, tokenized again by the target, one-hot."""
     path: tuple[int, ...] = ()
     for _ in range(k):
         path += (int(np.argmax(q(path))),)
@@ -228,7 +232,7 @@ def union(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
 
 
 def tli(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
-    """HetVoc Algorithm 4: the drafter's row restricted to the intersection and renormalised."""
+    """HetVoc Algorithm 4: the drafter's row restricted to the intersection and normalized again."""
     inside = np.array([pair.twin(d) is not None for d in range(len(pair.drafter))])
     path: tuple[int, ...] = ()
     for _ in range(k):
@@ -242,7 +246,7 @@ def tli(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
 
 
 def push_forward(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
-    """SLRS with lookahead one: K = kappa(d)_1 with psi(t) = q{d: kappa(d)_1 = t}; rest revealed."""
+    """SLRS with lookahead 1: K = kappa(d)_1, psi(t) = q{d: kappa(d)_1 = t}; the rest is known."""
     path: tuple[int, ...] = ()
     for _ in range(k):
         row = q(path)
@@ -254,7 +258,7 @@ def push_forward(pair: Pair, q: Drafter, k: int, chance: Chance) -> Stream:
 
 
 def slrs(pair: Pair, q: Drafter, k: int, psi: Row, chance: Chance) -> Stream:
-    """HetVoc Algorithm 3 with psi of `slrs_psi`; what follows the first token is revealed."""
+    """HetVoc Algorithm 3 with psi of `slrs_psi`; the tokens after the first one are revealed."""
     first, *rest = _draft(pair, q, k, chance)
     yield Proposal(first, psi)
     yield from (_known(pair, t) for t in rest)
@@ -263,8 +267,9 @@ def slrs(pair: Pair, q: Drafter, k: int, psi: Row, chance: Chance) -> Stream:
 def slrs_psi(pair: Pair, q: Drafter, k: int) -> Row:
     """psi(t) = P[tau(draft)_1 = t] over all drafts of k tokens.
 
-    The law of the first target token of the WHOLE draft, drafts that overhang t included; the sum
-    over drafts that spell exactly t is another law, and verifying with it is biased.
+    This is the distribution of the first target token of the WHOLE draft. Drafts that are longer
+    than t are included. The sum over drafts that spell exactly t is another distribution, and
+    verification with it is biased.
     """
     psi = np.zeros(len(pair.target))
     for t, probability in law(lambda chance: _draft(pair, q, k, chance)[0]).items():
@@ -275,15 +280,17 @@ def slrs_psi(pair: Pair, q: Drafter, k: int) -> Row:
 def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance, m: int = 1) -> Stream:
     """Push-forward that also proposes target tokens made of up to n draft tokens.
 
-    Before drawing, a chain c_1 c_2 ... is laid: the likeliest token of each row behind the one
-    before, while what they spell begins a longer target token; c_1 is the likeliest token that can
-    merge, and the next m - 1 such tokens are laid beside it. d_1, d_2, ... follow the rows behind
-    these paths until one leaves them. K is the longest target token that tau finds along them; psi
-    adds up, over the places where the paths may be left, with what probability for what K.
+    Before sampling, a chain c_1 c_2 ... is laid. Each c_j is the likeliest token of the row after
+    the one before, while the chain spells the beginning of a longer target token. c_1 is the
+    likeliest token that can merge. The next m - 1 such tokens are laid beside it as paths of one
+    token. d_1, d_2, ... are sampled from the rows after these paths, until one leaves them. K is
+    the longest target token that tau finds along the sampled tokens. psi is a sum over all tokens
+    that may leave the paths: each adds its probability to its K.
 
-    What was drawn behind K is thrown away. The next token is drawn afresh from the known row
-    there, without the tokens that would have made K longer: as nothing depends on what was thrown
-    away, any row would do. To keep the token and tell the plain row is biased.
+    The tokens sampled after K are discarded. The next token is sampled again from the known row at
+    that place, without the tokens that would have made K longer. Any row would be correct, because
+    nothing depends on the discarded tokens. It would be biased to keep the token and verify it with
+    the plain row.
     """
     path: tuple[int, ...] = ()
     row, left = q(path), k
@@ -320,7 +327,7 @@ def slrs_n(pair: Pair, q: Drafter, k: int, n: int, chance: Chance, m: int = 1) -
 
 
 def race(row: Row, arrivals: Row) -> int:
-    """ERSD: the first arrival of exponential clocks with rates `row`; `arrivals` are Exp(1)."""
+    """ERSD: return the first arrival of exponential clocks with rates `row`; `arrivals`: Exp(1)."""
     with np.errstate(divide="ignore"):
         return int(np.argmin(np.where(row > 0, arrivals / row, np.inf)))
 
@@ -332,7 +339,7 @@ def race_acceptance(p: Row, psi: Row) -> float:
 
 
 def jensen_shannon(p: Row, psi: Row) -> float:
-    """Divergence of two rows in nats, at most log 2."""
+    """Return the divergence of two rows in nats, at most log 2."""
     middle = (p + psi) / 2
     parts = (np.sum(x[x > 0] * np.log(x[x > 0] / middle[x > 0])) for x in (p, psi))
     return float(sum(parts)) / 2
@@ -341,10 +348,10 @@ def jensen_shannon(p: Row, psi: Row) -> float:
 def fuzzy_rule(
     p: Target, c: tuple[int, ...], stream: Stream, theta: float, chance: Chance
 ) -> tuple[int, ...]:
-    """FSD, lossy: a sampled draft whose row is within theta of the target's passes as it is.
+    """FSD, lossy: accept a sampled draft token if its row is within theta of the target's row.
 
-    One-hot rows and tokens the target excludes are never fuzzy; the strict test is the fallback,
-    so that theta = 0 is lossless.
+    One-hot rows and tokens that the target excludes are never accepted this way. If the fuzzy test
+    fails, the strict test decides, so theta = 0 is lossless.
     """
     emitted: tuple[int, ...] = ()
     for proposal in stream:
@@ -362,7 +369,7 @@ def fuzzy_rule(
 
 
 def _draft(pair: Pair, q: Drafter, k: int, chance: Chance) -> tuple[int, ...]:
-    """k sampled draft tokens, spelt by the target."""
+    """Return k sampled draft tokens, tokenized by the target."""
     path: tuple[int, ...] = ()
     for _ in range(k):
         path += (chance.draw(q(path)),)
@@ -378,7 +385,7 @@ def _first(pair: Pair, d: int) -> int | None:
 
 
 def _push(pair: Pair, row: Row, first_of: Callable[[Pair, int], int | None] = _first) -> Row:
-    """A drafter's row as the law of the target token proposed for its draw."""
+    """Return the distribution of the target token that is proposed for a token drawn from `row`."""
     pushed = np.zeros(len(pair.target))
     for d, probability in enumerate(row):
         t = first_of(pair, d)
@@ -396,7 +403,7 @@ def _revealed(pair: Pair, text: bytes) -> Stream:
 
 
 def _chain(pair: Pair, q: Drafter, path: tuple[int, ...], row: Row, length: int) -> tuple[int, ...]:
-    """Up to `length` draft tokens, each the likeliest; the first among those that can go on."""
+    """Return up to `length` draft tokens, each the likeliest; the first one must merge."""
     chain: tuple[int, ...] = ()
     longer = tuple(_beginners(pair, row)[:1])
     while len(chain) < length and longer and begins_longer(pair, longer):
@@ -406,22 +413,22 @@ def _chain(pair: Pair, q: Drafter, path: tuple[int, ...], row: Row, length: int)
 
 
 def _beginners(pair: Pair, row: Row) -> list[int]:
-    """Draft tokens that a longer target token begins with, the most probable first."""
+    """Return the draft tokens with which a longer target token begins, the likeliest first."""
     order = (int(d) for d in np.argsort(-row, kind="stable") if row[d] > 0)
     return [d for d in order if begins_longer(pair, (d,))]
 
 
 def begins_longer(pair: Pair, path: Sequence[int]) -> bool:
-    """Whether some target token spells the path, whose first token has a twin, and goes on."""
+    """Return True if the first token has a twin and a longer target token begins with the path."""
     text = pair.spell(path)
     longer = any(len(t) > len(text) and t.startswith(text) for t in pair.target)
     return longer and pair.twin(path[0]) is not None
 
 
 def _longest(pair: Pair, drawn: tuple[int, ...]) -> tuple[int, int]:
-    """The longest target token found along the draws, and how many of them it takes.
+    """Return the longest target token along the sampled tokens, and the number that it uses.
 
-    The first j make one together where tau's first token is longer than the first j - 1.
+    The first j tokens make one target token if tau's first token is longer than the first j - 1.
     """
     token, used = pair.kappa(drawn[0])[0], 1
     for j in range(2, len(drawn) + 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance oracle, on hand-made drafts with known answers and on a tiny trained pair."""
+"""The acceptance oracle, on drafts with answers worked out by hand and on a tiny trained pair."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from oracle_text import Translator, split_complete, token_bytes
 from train_models import ModelSpec, Steps, train, train_pair
 from transformers import AutoTokenizer
 
-# A target whose vocabulary is "ab", "c" and "d"; drafts come a letter at a time.
+# A target with the vocabulary "ab", "c" and "d". Drafts arrive one letter at a time.
 TABLE = [b"ab", b"c", b"d"]
 SPLIT = {b"ab": 0, b"c": 1, b"d": 2}
 
@@ -36,7 +36,7 @@ def letters(text: bytes) -> Iterator[bytes]:
     [
         ("exactly-k-drafter-tokens", [0]),  # "ab"
         ("cover", [0, 1]),  # "abc"
-        ("cover-and-one-more", [0, 1]),  # "abcd", cut to two
+        ("cover-and-one-more", [0, 1]),  # "abcd", shortened to two tokens
     ],
 )
 def test_rules_stop_where_they_say(drafting: str, proposed: list[int]) -> None:
@@ -59,14 +59,14 @@ def test_drop_last_withholds_one_unless_it_is_the_only_one() -> None:
 
 
 def test_walk_counts_by_hand() -> None:
-    greedy = [0, 1, 2, 0, 1, 2, 0]  # ab c d ab c d ab; the first comes without a draft
-    drafts = {4: b"cdc", 8: b"cc", 10: b"c"}  # by bytes of context
+    greedy = [0, 1, 2, 0, 1, 2, 0]  # ab c d ab c d ab; the first one has no draft
+    drafts = {4: b"cdc", 8: b"cc", 10: b"c"}  # by the number of context bytes
 
     def draft(context: bytes) -> Iterator[bytes]:
         return letters(drafts[len(context)])
 
-    # After "xxab": c and d are right, c is not, the bonus token is ab. After "xxabcdab": c is
-    # right, the second c is not, the bonus token is d. The last token is not drafted for.
+    # After "xxab": c and d are right, the next c is wrong, the bonus token is ab. After "xxabcdab":
+    # c is right, the second c is wrong, the bonus token is d. The last token has no draft.
     counts = Counts()
     walk(b"xx", greedy, TABLE, draft, spell, Rule(3), max_tokens=7, counts=counts)
     assert counts == Counts(rounds=3, drafts=2, proposed=5, accepted=3)
@@ -135,7 +135,7 @@ def test_a_drafter_s_kept_kv_changes_nothing(pair: Path) -> None:
 
 
 def test_a_model_of_bytes_drafting_for_itself_is_always_right(tmp_path: Path) -> None:
-    # Without merges a text has one tokenisation, so that every proposed token is accepted.
+    # Without merges a text has one tokenization, so every proposed token is accepted.
     library = standard_library()
     corpus = Corpus(train=library.train[:8], heldout=library.heldout)
     letters_only = ModelSpec("byte_bpe", vocab_size=257, layers=1, heads=1)
@@ -145,7 +145,7 @@ def test_a_model_of_bytes_drafting_for_itself_is_always_right(tmp_path: Path) ->
     rules = [Rule(4, drafting) for drafting in DRAFTING]
     for counts in measure(folder, folder, prompts, 40, rules):
         assert counts.accepted == counts.proposed
-        assert counts.acceptance_length > 4.8  # of K + 1 = 5: the last round is shorter
+        assert counts.acceptance_length > 4.8  # of K + 1 = 5; the last round is shorter
     (dropped,) = measure(folder, folder, prompts, 40, [Rule(4, DRAFTING[0], drop_last=True)])
     assert dropped.accepted == dropped.proposed
     assert 3.8 < dropped.acceptance_length <= 4.0

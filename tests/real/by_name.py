@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a process that loads a pair by the models' names on the hub, as users do."""
+"""Program that loads a pair by the models' names on the hub, as users do."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that people use, read from a Hugging Face cache folder; without it these tests skip."""
+"""Published models in a Hugging Face cache folder; without them these tests are skipped."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from real_models import GEMMA, QWEN, SMOLLM
 
 @pytest.fixture(scope="session")
 def hub() -> Path:
-    """The folder of the models, to be used as HF_HOME."""
+    """Folder of the models, to be used as HF_HOME."""
     named = os.environ.get("HETERO_SPEC_REAL")
     if not named:
         pytest.skip("needs real models (HETERO_SPEC_REAL names a folder to be used as HF_HOME)")
@@ -25,7 +25,7 @@ def hub() -> Path:
 
 @pytest.fixture(scope="session")
 def model(hub: Path) -> Callable[[str], Path]:
-    """The folder of a model by its name on the hub; skips where it is absent."""
+    """Return a function that returns a model's folder by its hub name, or skips the test."""
 
     def folder(name: str) -> Path:
         try:
@@ -53,7 +53,10 @@ def gemma(model: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def run_as_user(hub: Path) -> Callable[..., str]:
-    """Run Python in a process that finds models by their names on the hub; its output."""
+    """Return a function that runs Python and returns its output.
+
+    The process finds models by their names on the hub.
+    """
 
     def run(*arguments: str) -> str:
         command = [sys.executable, *arguments]
@@ -71,12 +74,12 @@ def run_as_user(hub: Path) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def humaneval(shared: Path) -> Path:
-    """Prompts, a line of JSON each."""
+    """File of prompts, one JSON object per line."""
     return shared / "data" / "prompts" / "humaneval.jsonl"
 
 
 @pytest.fixture(scope="session")
 def functions(humaneval: Path) -> list[str]:
-    """Heads of functions to be completed."""
+    """Beginnings of functions to complete."""
     lines = humaneval.read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines[:6]]

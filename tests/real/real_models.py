@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the real models, and what their tests run alike."""
+"""Names of the real models, and helpers of their tests."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ MAX_TOKENS = 48
 
 
 def hetero(drafter: Path | str, lookahead: int = 4, **changes: Any) -> dict[str, Any]:
-    """A speculative configuration with room for the KV of a real drafter."""
+    """Return a speculative configuration with room for the KV of a real drafter."""
     return slem(drafter, lookahead, method="hetero", kv_cache_memory_bytes=256 << 20, **changes)
 
 
 def scored(llm: Any, prompts: Sequence[str]) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens of each prompt, and by how many nats each was ahead of the second likeliest.
+    """Return each prompt's greedy tokens, and the lead of each over the second likeliest, in nats.
 
     All requests are one batch.
     """
@@ -36,7 +36,7 @@ def scored(llm: Any, prompts: Sequence[str]) -> list[tuple[list[int], list[float
 
 
 def first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
-    """The first place where two outputs differ; None where they are equal."""
+    """Return the first position where two outputs differ, or None if they are equal."""
     pairs = enumerate(zip(ids, others, strict=False))
     shorter = min(len(ids), len(others))
     equal = None if len(ids) == len(others) else shorter
@@ -46,9 +46,9 @@ def first_difference(ids: Sequence[int], others: Sequence[int]) -> int | None:
 def lead_where_they_differ(
     alone: Sequence[tuple[list[int], list[float]]], others: Sequence[list[int]]
 ) -> float:
-    """The largest lead of a token, in nats, in whose place others have another; 0 without any.
+    """Return the largest lead, in nats, of a token that the other output replaces; 0 without any.
 
-    Arithmetic of several rows at once rounds otherwise than that of one: a tie may fall either way.
+    Other batch shapes round otherwise, so a near tie may have another result.
     """
     leads = [0.0]
     for (ids, ahead), other in zip(alone, others, strict=True):

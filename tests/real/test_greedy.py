@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy output of real pairs: the target's own, with drafts that are accepted.
+"""Greedy output of real pairs equals the target's own, and drafts are accepted.
 
-A module's engines run one after the other: two have no room beside each other.
+The engines of this module run one after the other, because memory does not suffice for two.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_hetero_spec import read_stats
 
 pytestmark = [pytest.mark.full, pytest.mark.real, pytest.mark.engine]
 
-# Nats by which a token leads that arithmetic of other rows may overtake: float32, and bfloat16.
+# Largest lead of a token, in nats, that rounding of other batch shapes may overturn.
 TIES = {"float32": 1e-3, "bfloat16": 0.2}
 PLAIN = [
     "The capital of France is Paris. The capital of Germany is",
@@ -27,7 +27,7 @@ PLAIN = [
 
 
 class Run(NamedTuple):
-    """Outputs of a target alone and with its drafter, and what was counted meanwhile."""
+    """Outputs of a target alone and with its drafter, and the counters of the second run."""
 
     alone: list[tuple[list[int], list[float]]]
     drafted: list[list[int]]
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def chats(model: Path, texts: list[str]) -> list[str]:
-    """Prompts in a model's chat template: one turn, a system prompt, several turns."""
+    """Return prompts in a model's chat template: one turn, a system prompt, several turns."""
     template = AutoTokenizer.from_pretrained(model).apply_chat_template
     user = [{"role": "user", "content": f"Complete this function:\n{text}"} for text in texts]
     system = {"role": "system", "content": "Answer with code only."}
@@ -64,12 +64,12 @@ def test_code_and_chat(qwen: Path, smollm: Path, functions: list[str], dtype: st
     assert lead_where_they_differ(found.alone, found.drafted) < TIES[dtype]
     assert found.acceptance > 1.5
     assert set(found.stats["skipped"]) <= {"catching_up"}
-    # A character that the target has begun, and the drafter would not write.
+    # The target has begun a character that the drafter would not complete.
     assert set(found.stats["untranslated"]) <= {"held_mismatch"}
 
 
 def test_a_target_of_pieces(gemma: Path, smollm: Path, functions: list[str]) -> None:
-    """A base model: its prompts are plain, and begin with a token that is no text."""
+    """The target is a base model: prompts have no chat template and begin with a control token."""
     added = AutoTokenizer.from_pretrained(gemma)("").input_ids
     prompts = [("" if added else "<bos>") + text for text in [*functions[3:], *PLAIN]]
     found = run(gemma, smollm, prompts)
@@ -85,7 +85,7 @@ def test_a_target_of_pieces(gemma: Path, smollm: Path, functions: list[str]) -> 
 def test_a_drafter_that_is_the_target_is_accepted_whole(
     request: pytest.FixtureRequest, functions: list[str], name: str, translation: str, share: float
 ) -> None:
-    """Gemma has sliding windows and 262,144 tokens; it has no chat template."""
+    """Gemma has sliding windows, 262,144 tokens and no chat template."""
     model: Path = request.getfixturevalue(name)
     prompts = functions[:3] if name == "gemma" else chats(model, functions)
     found = run(model, model, [*prompts, *PLAIN], debug={"translation": translation})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a real pair follow the law that transformers computes of the target."""
+"""Samples of a real pair follow the target's distribution as computed by transformers."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,8 +14,8 @@ from vllm import SamplingParams
 pytestmark = [pytest.mark.full, pytest.mark.real, pytest.mark.engine]
 
 PROMPT = "One, two, three, four,"
-LENGTH = 3  # tokens; the third is the first that is drafted
-# How requests sample, how many do, and a law that their samples must not seem to follow.
+LENGTH = 3  # tokens; the first two have no draft
+# Sampling parameters, number of requests, and other parameters that the test must reject.
 CASES = {
     "hot": (Setting(1.0), 1024, Setting(1.2)),
     "nucleus": (Setting(0.9, top_k=40, top_p=0.8), 384, Setting(0.9, top_k=40)),
@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def laws(smollm: Path) -> dict[Setting, dict[Ids, float]]:
-    """The law of the first three tokens after the prompt, for each setting."""
+    """The distribution of the first three tokens after the prompt, for each setting."""
     model, start = load(smollm, PROMPT)
     settings = [setting for case in CASES.values() for setting in (case[0], case[2])]
     return {setting: law_of(model, start, setting, LENGTH, rare=1e-3) for setting in settings}
@@ -33,7 +33,7 @@ def laws(smollm: Path) -> dict[Setting, dict[Ids, float]]:
 def test_sampled_drafts_keep_the_law(
     smollm: Path, gemma: Path, laws: dict[Setting, dict[Ids, float]]
 ) -> None:
-    """A vocabulary of 49,152 tokens, drafted for by one of 262,144; all requests in one batch."""
+    """The target has 49,152 tokens, the drafter 262,144. All requests are in one batch."""
     names = [name for name, (_, count, _) in CASES.items() for _ in range(count)]
     params = [
         SamplingParams(
@@ -59,6 +59,6 @@ def test_sampled_drafts_keep_the_law(
         right, wrong = laws[setting], laws[other]
         print(f"\n{name}: p {p_value(found[name], right):.3f}, {p_value(found[name], wrong):.1e}")
         assert follows(found[name], right), name
-        # The negative oracle: these samples tell another law from their own.
+        # The samples must not follow the distribution of the other parameters.
         assert missed(wrong, right, count) < MISSED, name
         assert not follows(found[name], wrong), name

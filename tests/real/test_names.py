@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs by their names on the hub, without a network: what is loaded, what `inspect` says."""
+"""Pairs given by their names on the hub, without a network: loading, and `inspect`."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.full, pytest.mark.real]
 
 @pytest.fixture(scope="module")
 def inspected(run_as_user: Callable[..., str]) -> Callable[..., dict[str, Any]]:
-    """The JSON output of `inspect` for a target and a drafter."""
+    """Return a function that returns the JSON output of `inspect` for a target and a drafter."""
     code = "import sys; from vllm_hetero_spec.cli.main import main; sys.exit(main())"
     return lambda *pair: json.loads(run_as_user("-c", code, "inspect", "--json", *pair))
 
@@ -34,10 +34,10 @@ def test_two_byte_level_vocabularies(
 ) -> None:
     found = inspected(QWEN, SMOLLM)
     target, drafter = found["target"]["vocabulary"], found["drafter"]["vocabulary"]
-    # The model has 151,936 rows of logits: 271 are padding.
+    # The model has 151,936 rows of logits; 271 of them are padding.
     assert (target["ids"], target["special"]) == (151_665, 14)
     assert (drafter["ids"], drafter["special"]) == (49_152, 17)
-    # Both read and write all bytes, so that most of the smaller vocabulary is in the larger.
+    # Both vocabularies cover all bytes, so most tokens of the smaller one are in the larger one.
     assert found["intersection"]["true_bytes"] == 39_237
     assert found["pair"]["omega_k"] >= found["pair"]["omega_t"] > 0.75
     assert found["drafter"]["changed_lines"] == 0
@@ -56,7 +56,7 @@ def test_a_vocabulary_of_pieces_with_spaces(
     found = inspected(GEMMA, SMOLLM)
     target, overlap = found["target"]["vocabulary"], found["intersection"]
     assert target["ids"] == 262_144
-    # Pieces such as "▁the" and "Ġthe" are the same bytes, by which they are compared.
+    # Tokens are compared by bytes, so pieces such as "▁the" and "Ġthe" are equal.
     assert overlap["true_bytes"] == 46_145 > 3 * overlap["get_vocab"]
     assert found["pair"]["omega_t"] > 0.8
     assert found["target"]["changed_lines"] == 0

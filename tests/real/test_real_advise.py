@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`advise` on a real pair: what it recommends is what it measured, whatever that is."""
+"""`advise` on a real pair recommends the drafter exactly if it was faster in all rounds."""
 
 import json
 import os

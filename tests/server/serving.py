@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client beside each `vllm serve` process."""
+"""A client for each `vllm serve` process."""
 
 import contextlib
 import subprocess
@@ -21,7 +21,7 @@ class Server:
     process: subprocess.Popen
 
     def metrics(self) -> str:
-        """The text of /metrics."""
+        """Return the text of /metrics."""
         return _server.metrics(self.url)
 
 
@@ -29,7 +29,7 @@ class Server:
 def launched(
     target: Path, log: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that may still be starting; it is stopped at the end."""
+    """Yield a server that may still be starting, and stop it at the end."""
     with _server.launched(target, log, flags, environment) as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         yield Server(url, str(target), client, process)

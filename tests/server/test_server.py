@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` with a drafter, as an OpenAI client and a scraper of /metrics see it."""
+"""`vllm serve` with a drafter, tested with an OpenAI client and the text of /metrics."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "Write a function that reads a file."}]
 
 
 def speculative(drafter: Path, **changes: Any) -> str:
-    """The value of --speculative-config; a change to None leaves the key out."""
+    """Return the value of --speculative-config; a change to None removes the key."""
     config = {
         "method": "slem",
         "model": str(drafter),
@@ -44,7 +44,10 @@ def speculative(drafter: Path, **changes: Any) -> str:
 def servers(
     request: pytest.FixtureRequest, demo_pair: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """The same target served with the drafter, and alone if a test uses it; both start at once."""
+    """The target served with the drafter, and alone if a test uses it.
+
+    Both servers start at the same time.
+    """
     logs = tmp_path_factory.mktemp("logs")
     flags = {
         "drafter": (
@@ -81,13 +84,13 @@ def alone(servers: dict[str, Server]) -> Server:
 
 
 def complete(server: Server, prompt: str, **options: Any) -> Any:
-    """One greedy completion of 48 tokens, where `options` do not say otherwise."""
+    """Return a greedy completion of 48 tokens, unless `options` differ."""
     asked = {"max_tokens": 48, "temperature": 0, **options}
     return server.client.completions.create(model=server.model, prompt=prompt, **asked)
 
 
 def counters(server: Server) -> dict[str, float]:
-    """vLLM's counters of speculation; accepted tokens by position as `accepted[0]` and on."""
+    """Return vLLM's speculation counters; accepted tokens by position are `accepted[0]`, ..."""
     found = {}
     for family in text_string_to_metric_families(server.metrics()):
         for sample in family.samples:
@@ -100,7 +103,7 @@ def counters(server: Server) -> dict[str, float]:
 
 
 def drafter_counters(server: Server) -> dict[str, float]:
-    """The drafter's metrics, without buckets; labelled ones as `skipped[no_blocks]`."""
+    """Return the drafter's metrics without buckets; labels are appended: `skipped[no_blocks]`."""
     found = {}
     for family in text_string_to_metric_families(server.metrics()):
         for sample in family.samples:
@@ -113,7 +116,7 @@ def drafter_counters(server: Server) -> dict[str, float]:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_drafts_change_no_greedy_completion(server: Server, prompt: str) -> None:
-    """A request may refuse drafts: its text is the target's own."""
+    """A request without drafts has the same text."""
     before = counters(server)
     undrafted = {"vllm_xargs": {"hetero_spec_lookahead": 0}}
     own = complete(server, prompt, extra_body=undrafted).choices[0].text
@@ -197,13 +200,16 @@ def test_json_schema_is_kept(server: Server, temperature: float) -> None:
     ids=lambda asked: "min_p" if "extra_body" in asked else "logit_bias",
 )
 def test_what_v1_leaves_out_of_drafts_is_refused(server: Server, asked: dict[str, Any]) -> None:
-    """On Model Runner V2 it is served: see `test_server_v2.py`."""
+    """Model Runner V2 serves such a request: see `test_server_v2.py`."""
     with pytest.raises(openai.BadRequestError, match="min_p and logit_bias"):
         complete(server, PROMPTS[0], **asked)
 
 
 def test_a_request_sets_its_own_lookahead(server: Server) -> None:
-    """Also as text or as a boolean. What is wrong is HTTP 400, of a stream too."""
+    """The value may also be text or a boolean.
+
+    A wrong value is answered with HTTP 400, for a stream too.
+    """
 
     def ask(streams: bool = False, **xargs: Any) -> None:
         complete(server, PROMPTS[0], stream=streams, extra_body={"vllm_xargs": xargs})
@@ -240,7 +246,7 @@ def test_metrics_agree_with_each_other(server: Server) -> None:
 
 
 def test_only_tokens_proposed_are_counted(server: Server) -> None:
-    """Of three tokens the first leaves room for one that is drafted, the second for none."""
+    """A completion of three tokens has room for one draft token, after its first token."""
     before = counters(server)
     for prompt in PROMPTS:
         complete(server, prompt, max_tokens=3)
@@ -253,7 +259,7 @@ def test_only_tokens_proposed_are_counted(server: Server) -> None:
 def test_drafter_metrics_grow_and_agree_with_vllms(server: Server) -> None:
     before, vllm_before = drafter_counters(server), counters(server)
     for prompt in PROMPTS:
-        # All that is drafted is verified where no token but the last one ends the request.
+        # If only the last token ends a request, every draft token is verified.
         complete(server, prompt, extra_body={"ignore_eos": True})
     after, vllm_after = drafter_counters(server), counters(server)
     grown = {name: value - before[name] for name, value in after.items()}
@@ -338,7 +344,7 @@ def test_flags_are_a_configuration_too(demo_pair: Path) -> None:
 def test_a_soak_of_requests_of_all_kinds(
     server: Server, alone: Server, demo_pair: Path, tmp_path: Path
 ) -> None:
-    """Nothing fails, greedy answers are the target's own, and nothing is left of any request."""
+    """No call fails, greedy answers are the target's own, and no state of a request remains."""
     todo = calls(
         texts_of(demo_pair / "target", demo_pair / "prompts.jsonl", demo_pair / "chats.jsonl"),
         count=200,
@@ -349,7 +355,7 @@ def test_a_soak_of_requests_of_all_kinds(
     assert {answer.status for answer in done[0].answers} == {200, 400}
     free = {call.kind for call in todo} - {call.kind for call in todo if call.settled}
     assert free == {"sampled", "seeded", "sampled penalties", "several", "dropped"}
-    # What would be wrong is told.
+    # Injected faults must be reported.
     late = done[0].late | {"files": done[0].late["files"] + 9}
     number = next(i for i, call in enumerate(todo) if call.settled and done[0].answers[i].texts)
     answers = list(done[0].answers)

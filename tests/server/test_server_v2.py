@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` on Model Runner V2: what V1 refuses while it speculates is served there."""
+"""`vllm serve` on Model Runner V2 serves requests that V1 refuses while it speculates."""
 
 import contextlib
 from collections.abc import Iterator
@@ -39,7 +39,10 @@ def servers(
 def test_tokens_are_banned_in_drafts_too(
     servers: tuple[Server, Server], demo_pair: Path, prompt: str
 ) -> None:
-    """Those that the target would have begun with, and the drafter does not know of it."""
+    """The banned tokens are those with which the target's own text begins.
+
+    The drafter does not receive `logit_bias`, so it still drafts them.
+    """
     server, alone = servers
     plain = complete(alone, prompt).choices[0].text
     ids = AutoTokenizer.from_pretrained(demo_pair / "target").encode(plain)
@@ -53,7 +56,7 @@ def test_tokens_are_banned_in_drafts_too(
 
 
 def test_no_token_is_drawn_but_the_likeliest(servers: tuple[Server, Server]) -> None:
-    """At a high temperature, where none is more than min_p times less likely: drafted or not."""
+    """With min_p = 1 only the likeliest token may be sampled, also if it was drafted."""
     server, alone = servers
     before = counters(server)
     for prompt in PROMPTS:

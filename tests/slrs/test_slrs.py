@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SLRS-n over a batch tells the truth about its rows, and so keeps the target's law."""
+"""SLRS-n over a batch returns the true rows of its proposals, so the output is the target's."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from vllm_hetero_spec.verify.rules import token_rule
 
 COPIES = 3_000
 PIECES, BY_LETTER = worlds(3), worlds(3, target=WORDS, drafter=LETTERS)
-# Drafters of whole pieces and of single letters, drafter tokens that a proposal may take, and how
-# many are looked behind.
+# Worlds (drafters of pieces or of single letters), merge span in drafter tokens, and number of
+# first tokens that may be extended.
 KINDS = {
     "pieces-2": (PIECES, 2, 1),
     "pieces-3": (PIECES, 3, 1),
@@ -35,7 +35,7 @@ KINDS = {
 
 
 class ToyMerging:
-    """Merges of a toy pair."""
+    """The merges of a toy pair."""
 
     def __init__(self, world: World) -> None:
         self._pair = world.pair
@@ -62,7 +62,7 @@ class ToyMerging:
 
 
 class ToyDrafter:
-    """A drafter whose KV is the list of the ids that were fed, path by path."""
+    """A drafter whose KV is a list of the ids that were fed, for each path."""
 
     def __init__(self, world: World, paths: Sequence[SlrsPath]) -> None:
         self._row = cache(world.q_after(()))
@@ -92,7 +92,7 @@ class ToyDrafter:
 def drafted(
     world: World, steps: int, span: int, candidates: int, wanted: int = 99
 ) -> tuple[list[SlrsPath], torch.Tensor, ToyDrafter]:
-    """The same request drafted many times over."""
+    """Draft the same request COPIES times."""
     paths = [SlrsPath(steps, wanted, candidates - 1, seed=i) for i in range(COPIES)]
     drafter = ToyDrafter(world, paths)
     tokens = TokenMap(
@@ -106,7 +106,7 @@ def drafted(
 def streams(
     world: World, steps: int, span: int, candidates: int
 ) -> dict[tuple[tuple[int | None, tuple[float, ...]], ...], float]:
-    """The law of all that the readable form proposes, rows included."""
+    """Return the distribution of all proposals of the reference form, rows included."""
     return law(
         lambda chance: tuple(
             (p.token, tuple(p.row))
@@ -116,7 +116,7 @@ def streams(
 
 
 def tokens_of(streams: dict) -> dict[tuple[int | None, ...], float]:
-    """The law of the proposed tokens alone."""
+    """Return the distribution of the proposed tokens, without rows."""
     tokens: dict[tuple[int | None, ...], float] = defaultdict(float)
     for stream, probability in streams.items():
         tokens[tuple(token for token, _ in stream)] += probability
@@ -126,14 +126,14 @@ def tokens_of(streams: dict) -> dict[tuple[int | None, ...], float]:
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) -> None:
-    """The joint law of the proposed tokens, and every row beside them."""
+    """The joint distribution of the proposed tokens is equal, and so is every row."""
     (world, *_), span, candidates = KINDS[kind]
     paths, draft_probs, _ = drafted(world, steps, span, candidates)
 
     expected = streams(world, steps, span, candidates)
     tokens = tokens_of(expected)
     assert follows(Counter(tuple(path.proposal) for path in paths), tokens)
-    # Where steps leave room for it, a draft that never merges is caught.
+    # If the steps permit merges, the test must detect drafts without them.
     plain = tokens_of(streams(world, steps, 1, 1))
     assert plain == pytest.approx(tokens) or missed(tokens, plain, COPIES) < MISSED
 
@@ -162,18 +162,18 @@ def test_verified_drafts_follow_the_targets_law(kind: str) -> None:
         ),
         dtype=torch.float32,
     )
-    bonus = torch.zeros(COPIES, dtype=torch.int64)  # not looked at: only first tokens are compared
+    bonus = torch.zeros(COPIES, dtype=torch.int64)  # unused: only first tokens are compared
     drafts = DraftBatch.of(tokens, lengths, range(COPIES), [0] * COPIES, [draft_probs], row_of)
     verdict = token_rule(drafts, p, bonus)
     expected = dict(enumerate(world.p(())))
     assert follows(Counter(verdict.tokens[:, 0].tolist()), expected)
-    # Drafts that pass as they are would be caught.
+    # The test must detect drafts that are always accepted.
     assert missed(expected, dict(enumerate(draft_probs[0].tolist())), COPIES) < MISSED
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_drafters_kv_is_counted(kind: str) -> None:
-    """`fed` never claims a token that was replaced or never fed, and no step is overspent."""
+    """`fed` includes no token that was replaced or never fed, and no path exceeds its steps."""
     (world, *_), span, candidates = KINDS[kind]
     paths, draft_probs, drafter = drafted(world, 4, span, candidates, wanted=3)
     for path, kv in zip(paths, drafter.kv, strict=True):
@@ -189,7 +189,7 @@ def test_the_drafters_kv_is_counted(kind: str) -> None:
 
 
 def test_a_row_of_nothing_proposes_nothing_that_could_pass() -> None:
-    """A drafter that has broken down leaves draft_probs of 0 behind, not of NaN."""
+    """If the drafter returns rows of 0, draft_probs are 0 and not NaN."""
     world = worlds(1)[0]
     paths = [SlrsPath(3, 3) for _ in range(4)]
     tokens = TokenMap(torch.tensor([world.pair.kappa(d)[0] for d in range(5)]), 5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter of single bytes drafts whole target tokens, with real tokenizers on both sides."""
+"""A drafter of single bytes drafts whole target tokens; both sides have real tokenizers."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps
 
 CPU = torch.device("cpu")
-REACH = 5  # bytes that the drafter looks back
+REACH = 5  # context bytes of the drafter
 CONTEXTS = [b"    def get_", b"        return", b"import os\nimport", b"if not isinst"]
 END = b""
 
 
 class ByteDrafter:
-    """Tokens are bytes and an end of text; rows are counts of what follows the last few bytes."""
+    """Tokens are bytes and an end of text; rows count the next byte after the last REACH bytes."""
 
     def __init__(self) -> None:
         backend = recipes.build_bytes()
@@ -50,7 +50,7 @@ class ByteDrafter:
 
 
 class Drafts:
-    """Drafts behind some texts, by a drafter that forgets nothing of what it was fed."""
+    """Drafts after given texts; the drafter keeps the KV of everything that was fed."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Drafts:
         rows = torch.stack(
             [self._drafter.row(self._texts[i] + spell(self._kv[i])) for i in indices]
         )
-        rows[:, self._drafter.end] = 0  # nothing of the target's stands for it here
+        rows[:, self._drafter.end] = 0  # no target token corresponds to it here
         return rows / rows.sum(-1, keepdim=True)
 
 
@@ -131,7 +131,7 @@ def test_the_law_is_that_of_what_is_proposed(
     assert float(probs.sum()) == pytest.approx(1.0, abs=1e-5)
     expected = {t: x for t, x in enumerate(probs.tolist()) if x}
     assert follows(found, expected)
-    # A law of single bytes is caught.
+    # The test must detect a distribution of single bytes.
     plain = Drafts(target, drafter, [text], 1, 1).draft_probs[0].tolist()
     assert missed(expected, dict(enumerate(plain)), copies) < MISSED
     assert any(len(target.token_bytes[t]) > 1 for t in found)

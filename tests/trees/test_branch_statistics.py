@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trees add is foreseen by replay, at the price of rows."""
+"""The gain of trees is predicted from earlier trees, minus the cost of their rows."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ GREEDY, RANDOM = [False], [True]
 
 
 def one_tree() -> BranchStatistics:
-    """Beside the chain a child of the text itself, one behind it, and a deep one."""
+    """Nodes beside the chain: one after the text, one after that node, and a deep one."""
     branches = BranchStatistics()
     branches.add([1, 2, 3], [0.3, 0.2, 0.1], [1, 0, 3], 100, random=False)
     return branches
@@ -30,9 +30,9 @@ def test_nodes_count_by_depth_while_they_pay() -> None:
     deep = pytest.approx([0.1, 4.0, 100.0])
     assert free == [[0.3, 2.0, 100.0], [0.2, 1.0, 0.0], deep, [0.0, 0.0, 0.0]]
     dear = [branches.worth(depth, 0.1, GREEDY)[0] for depth in (1, 2, 3)]
-    assert dear == [0.3, 0.2, 0.0]  # the deep one feeds three rows again
+    assert dear == [0.3, 0.2, 0.0]  # the deep node feeds three rows again
     assert branches.worth(None, 0.1, GREEDY).tolist() == [0.5, 3.0, 100.0]
-    read = branches.worth(None, 0.0, GREEDY, 0.002)  # both sides cost .2 for their context
+    read = branches.worth(None, 0.0, GREEDY, 0.002)  # both side paths cost 0.2 for their context
     assert read.tolist() == [0.5, 3.0, 100.0]
 
 
@@ -59,7 +59,7 @@ def test_what_trees_bring_is_foreseen() -> None:
 
 
 def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
-    """Its chain is hardly ever right at once, but what is beside it is, where rows are free."""
+    """The chain is rarely right, but the nodes beside it are, and rows are free."""
     regimes = []
     for beside in (False, True):
         costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.02)], overhead=[(1, 0.0005)])
@@ -81,7 +81,7 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
 
 
 def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
-    """Trees that are only looked at are not trimmed."""
+    """Trees that were found but not trimmed count only the time to find them."""
     branches = one_tree()
     assert branches.seconds == 0.0
     for trimmed in (True, True, False, False):
@@ -94,7 +94,7 @@ def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
-    """Drafter steps that the chain alone would not be worth."""
+    """With nodes beside it, a chain is drafted further than it would be alone."""
     branches = BranchStatistics()
     branches.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
     costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006), (8, 0.012)])

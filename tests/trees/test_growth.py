@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first growth finds the best tree, by what the drafter knows."""
+"""Best-first growth finds the best tree for given probabilities of the drafter."""
 
 import heapq
 from collections import Counter
@@ -26,7 +26,7 @@ RANKS = 3
 
 
 def best_of_all(value: Callable[[Path], float], count: int) -> float:
-    """The largest sum of values over all trees of so many paths of ranks."""
+    """Return the largest sum of values over all trees of `count` paths of ranks."""
     trees: set[frozenset[Path]] = {frozenset()}
     for _ in range(count):
         trees = {
@@ -40,7 +40,7 @@ def best_of_all(value: Callable[[Path], float], count: int) -> float:
 
 
 def next_siblings(value: Callable[[Path], float], count: int) -> float:
-    """Algorithm 3 as it is printed: the first child and the next sibling of what is taken."""
+    """Algorithm 3 as printed: a taken path adds its first child and its next sibling."""
     heap: list[tuple[float, Path]] = [(-value((0,)), (0,))]
     total = 0.0
     for _ in range(count):
@@ -69,7 +69,7 @@ def random_values(generator: np.random.Generator, *, ordered: bool) -> Callable[
 def grow(
     growth: TreeBuilder, rows: int, children: Callable[[int], tuple[Sequence[int], Sequence[float]]]
 ) -> None:
-    """Feed the likeliest node, so many times."""
+    """Feed the likeliest node, `rows` times."""
     waiting = [ROOT]
     for _ in range(rows):
         node = max(waiting, key=lambda node: 1.0 if node == ROOT else growth.tree.values[node])
@@ -78,7 +78,7 @@ def grow(
 
 
 def grown(value: Callable[[Path], float], count: int) -> ScoredTree:
-    """The best tree of so many nodes, from as many rows of the drafter."""
+    """Return the best tree of `count` nodes, grown with `count` rows of the drafter."""
 
     def children(node: int) -> tuple[Sequence[int], Sequence[float]]:
         path = tuple(growth.path(node))
@@ -91,7 +91,7 @@ def grown(value: Callable[[Path], float], count: int) -> ScoredTree:
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_the_best_tree(ordered: bool) -> None:
-    """With one row of the drafter for each node; the reference finds it too."""
+    """Each node needs one row of the drafter. The corrected reference finds the best tree too."""
     generator = np.random.default_rng(0)
     short = 0
     for _ in range(40):
@@ -109,7 +109,7 @@ def test_the_best_tree(ordered: bool) -> None:
 
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
 def test_trees_by_rank(rates: Sequence[float]) -> None:
-    """With one rate for each rank: Algorithm 3's tree, also where the second child is the best."""
+    """With one rate per rank the best tree is found, also if the second child is the likeliest."""
     by_rank = RankRates(RANKS)
     by_rank._taken = np.array(rates) * by_rank._nodes
     ranks, nought = np.arange(RANKS), np.zeros(RANKS, np.int64)
@@ -128,14 +128,14 @@ def test_nothing_follows_an_end() -> None:
     growth = TreeBuilder(ends={2})
     first, _ = growth.offer(ROOT, [1, 2], [0.3, 0.6])
     assert (growth.to_feed([1]), growth.to_feed([2])) == (first, None)
-    assert growth.to_feed([]) is None  # it was fed
+    assert growth.to_feed([]) is None  # it has been fed already
 
 
 # ------------------------------------------------------------------------------- text
 
 
 def explored(world: World, length: int) -> TreeBuilder:
-    """All that a drafter may write in so many tokens, but for one first token."""
+    """Return all drafts of `length` tokens, without those that begin with drafter token 0."""
     growth, q, nodes = TreeBuilder(), world.q_after(()), [ROOT]
     for _ in range(length):
         rows = [q(tuple(growth.path(node))) for node in nodes]
@@ -148,7 +148,7 @@ def explored(world: World, length: int) -> TreeBuilder:
 
 
 def test_values_of_translated_text() -> None:
-    """Each target token is worth the texts that begin with its path, over spellings and joins."""
+    """The value of a path is the probability of all texts that begin with it, in all spellings."""
     for world in worlds(4):
         growth = explored(world, 3)
         paths, masses = zip(*growth.leaves(10_000), strict=True)
@@ -162,7 +162,7 @@ def test_values_of_translated_text() -> None:
             starts = [text[: len(path)] == path for text in texts]
             assert value == pytest.approx(float(np.dot(masses, starts)))
         check_shares(tree)
-        # What is too small to be translated counts with what it continues.
+        # Nodes too unlikely to be translated count for the node that they continue.
         few = list(growth.leaves(5))
         assert sum(mass for _, mass in few) == pytest.approx(1 - first)
         assert sum(len(path) == 3 for path, _ in few) == 5
@@ -176,7 +176,7 @@ def paths_of(tree: ScoredTree) -> list[Path]:
 
 
 def check_shares(tree: ScoredTree) -> None:
-    """Siblings have at most their parent's value together, first tokens at most 1."""
+    """Siblings have at most their parent's value together; first tokens have at most 1."""
     sums = [0.0] * (len(tree.tokens) + 1)
     for parent, value in zip(tree.parents, tree.values, strict=True):
         sums[parent] += value
@@ -194,7 +194,10 @@ def test_only_some_of_a_tree() -> None:
 
 
 def test_first_arrivals() -> None:
-    """The winner first, each time; nothing of rate 0; the second follows the law of the others."""
+    """The winner of the race comes first, and tokens of rate 0 come last.
+
+    The second arrival has the distribution of the other tokens.
+    """
     p = torch.tensor([0.5, 0.0, 0.3, 0.2]).repeat(20_000, 1)
     seeds, places = torch.arange(20_000), torch.full((20_000,), 3)
     ids, speeds = first_arrivals(p, seeds, places, 4)
@@ -212,7 +215,7 @@ def test_first_arrivals() -> None:
 
 
 def test_what_is_fed_behind_an_arrival() -> None:
-    """The likeliest of the drafter tokens that propose it."""
+    """The likeliest of the drafter tokens that propose a target token is fed."""
     first = torch.tensor([2, 0, 2, -1, 0, 4])
     q = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2, 0.0], [0.4, 0.0, 0.1, 0.1, 0.3, 0.1]])
     found = TokenMap(first, 5).likeliest(q)
@@ -221,7 +224,7 @@ def test_what_is_fed_behind_an_arrival() -> None:
 
 
 def test_a_race_tree_of_the_target_itself() -> None:
-    """A drafter that is its target: the main path is what the target draws, all of it."""
+    """If the drafter is the target, the whole main path is accepted."""
     size, depth, seed, place = 6, 4, 11, 5
     generator = np.random.default_rng(2)
     rows: dict[Path, torch.Tensor] = {}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees as side sequences: what rows read and write, in an attention made of plain numbers."""
+"""Draft trees laid out as side sequences: which KV slots each row reads and writes.
+
+A toy attention of plain numbers replaces the model.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +24,15 @@ from vllm_hetero_spec.trees.layout import (
 from vllm_hetero_spec.trees.walk import NO_NODE, ROOT, TreeBatch, greedy_walk
 
 VOCABULARY, LAYERS, GOAL = 3, 2, 25
-OWN = 64  # blocks of each request; those behind the requests' are scratch
+OWN = 64  # blocks of each request; higher blocks are scratch
 Tree = tuple[list[int], list[int], list[float]]  # tokens, parents, values
 
 
 def states_of(text: Sequence[int]) -> list[int]:
-    """What the model makes of each place of a text, from no cache: of all places up to it."""
+    """Return the state of the model at each position of a text, computed without a cache.
+
+    A state depends on all positions up to its own.
+    """
     states = [hash(pair) for pair in enumerate(text)]
     for _ in range(LAYERS):
         states = [hash(tuple(states[: place + 1])) for place in range(len(states))]
@@ -38,7 +44,7 @@ def chosen(state: int) -> int:
 
 
 def alone(text: Sequence[int], count: int) -> list[int]:
-    """The text, and so many tokens that the target chooses behind it."""
+    """Return the text with `count` more tokens that the target chooses alone."""
     text = list(text)
     for _ in range(count):
         text.append(chosen(states_of(text)[-1]))
@@ -47,13 +53,13 @@ def alone(text: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class Target:
-    """Blocks of KV, and a forward over sequences as attention kernels know them.
+    """KV blocks, and a forward pass over sequences with block tables, as in attention kernels.
 
     Attributes:
-        size: Of a block.
-        fault: What is done wrong.
-        cells: For each layer what is in each slot.
-        slots: That the last forward wrote, by row.
+        size: Tokens per block.
+        fault: A fault to inject, "" for none.
+        cells: The content of each slot, for each layer.
+        slots: Slot of each row of the last forward pass.
     """
 
     size: int
@@ -69,7 +75,7 @@ class Target:
     def forward(
         self, tokens: list[int], starts: list[int], plan: BranchPlan, tables: list[list[int]]
     ) -> list[int]:
-        """The states behind each row; fed as a model runner would."""
+        """Return the states of all rows; the inputs are built as in a model runner."""
         query, own = plan.query_starts, plan.request_of
         first = np.array(starts)[own]
         lines = [list(tables[request]) for request in own]
@@ -79,7 +85,7 @@ class Target:
             for request, column, block in plan.tails:
                 self.copy(tables[request][column], block)
         owner = np.arange(len(plan.counts)).repeat(plan.counts)
-        # Positions and slots as of chains, then those of the side rows over them.
+        # Positions and slots of chains first, then the side rows replace theirs.
         main = np.searchsorted(own, own)
         position = first[owner] + np.arange(len(tokens)) - query[main[owner]]
         places = zip(owner, position.tolist(), strict=True)
@@ -103,7 +109,7 @@ class Target:
 
 
 def random_tree(generator: np.random.Generator, truth: Sequence[int], nodes: int) -> Tree:
-    """Parents first, values falling; it often goes on as the target will."""
+    """Parents first, values falling along paths; tokens often follow the target's text `truth`."""
     values: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(nodes):
         head = list(values)[generator.integers(len(values))]
@@ -117,7 +123,7 @@ def random_tree(generator: np.random.Generator, truth: Sequence[int], nodes: int
 
 
 class Service:
-    """Some requests that go on with a random tree in each step, until all are long enough."""
+    """Requests that verify a random tree in each step, until each has GOAL tokens."""
 
     def __init__(self, seed: int, fault: str = "") -> None:
         self.random, self.fault = np.random.default_rng(seed), fault
@@ -135,7 +141,7 @@ class Service:
         self.side_walks = 0
 
     def run(self) -> bool:
-        """Whether each request writes what the target alone does."""
+        """Return True if the output of each request is that of the target alone."""
         fed = list(map(len, self.texts))
         plan = plan_branches([0] * len(fed), fed, [[n] for n in fed], self.size, [])
         states = self.target.forward(list(chain(*self.texts)), [0] * len(fed), plan, self.tables)
@@ -147,7 +153,7 @@ class Service:
         return all(text[:end] == truth[:end] for text, truth, end in done)
 
     def drafts(self) -> Iterator[tuple[TreeRows, int]]:
-        """Drafts and their lengths: as they are, cut, or filled up."""
+        """Yield drafts with their lengths: unchanged, shortened or filled up."""
         for text, truth in zip(self.texts, self.truths, strict=True):
             course, nodes = truth[len(text) : len(text) + 6], int(self.random.integers(10))
             tree = random_tree(self.random, course, nodes)
@@ -184,7 +190,7 @@ class Service:
             text += emitted
 
     def check_rows(self, trees: TreeBatch, states: list[int]) -> None:
-        """Each node's row has read its text and its path, all of them and nothing else."""
+        """Each node's row has read exactly its text and its path."""
         of, parents = trees.request_of.tolist(), trees.parents.tolist()
         texts: dict[int, list[int]] = {}
         for row, depth in enumerate(trees.depths.tolist()):
@@ -196,7 +202,7 @@ class Service:
             assert states[row] == states_of(text)[-1]
 
     def check_writes(self, plan: BranchPlan, starts: list[int], counts: list[list[int]]) -> None:
-        """Side rows write scratch alone, others their request's blocks; nothing is lent twice."""
+        """Side rows write only scratch blocks, others their request's; each block is lent once."""
         lent = plan.lines[:, 2].tolist()
         each = zip(starts, counts, strict=True)
         assert len(set(lent)) == len(lent) == sum(scratch_blocks(*x, self.size) for x in each)
@@ -218,7 +224,7 @@ def test_trees_write_what_the_target_writes_alone(seed: int) -> None:
 
 
 def test_walks_end_on_side_paths() -> None:
-    """Else the test above says little."""
+    """This must happen often, or the test above proves little."""
     services = [Service(seed) for seed in range(20)]
     assert all(service.run() for service in services)
     assert sum(service.side_walks for service in services) > 50
@@ -237,7 +243,10 @@ def test_faults_are_caught(fault: str) -> None:
 
 @given(seed=st.integers(0, 1 << 30), branches=st.integers(0, 6), rows=st.integers(0, 30))
 def test_a_layout(seed: int, branches: int, rows: int) -> None:
-    """Within its bounds, the main path first, and closed under ancestors; whole where it may be."""
+    """A layout stays within its bounds, with the main path first, and includes all ancestors.
+
+    If the bounds permit it, the layout contains the whole tree.
+    """
     generator = np.random.default_rng(seed)
     tokens, parents, values = random_tree(generator, [], int(generator.integers(15)))
     laid = lay_out(77, tokens, parents, values, branches=branches, rows=rows)
@@ -248,7 +257,7 @@ def test_a_layout(seed: int, branches: int, rows: int) -> None:
     nodes = [path for path in found if path]
     assert len(set(nodes)) == len(nodes)
     assert set(nodes) <= set(whole)
-    # Each sequence is a path from the root on: its last nodes, behind what is fed again.
+    # Each sequence is a path from the root: rows that are fed again, then its own nodes.
     row = 0
     for place, count in enumerate(laid.counts):
         fed = ([77] if not place else []) + laid.tokens[row : row + count - (not place)]
@@ -269,7 +278,7 @@ def test_a_layout(seed: int, branches: int, rows: int) -> None:
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of each node; () where there is none."""
+    """Return the path of each node, or () for a row that is no node."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
         above = paths[parent] if parent >= 0 else ()
@@ -278,7 +287,7 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, .
 
 
 def test_the_most_valuable_paths_come_first() -> None:
-    """A path is worth what it adds; those that branch off it come behind it."""
+    """The value of a path is that of the nodes it adds; its own side paths come after it."""
     tokens = [1, 2, 3, 4, 5, 6]
     parents = [ROOT, ROOT, ROOT, 1, 3, 1]
     laid = lay_out(9, tokens, parents, [0.5, 0.2, 0.25, 0.15, 0.1, 0.04], branches=2, rows=20)
@@ -287,9 +296,9 @@ def test_the_most_valuable_paths_come_first() -> None:
     assert laid.counts == [2, 4, 2]
     assert laid.end([2, 4, 7]) == (1, 2)
     assert laid.end([7]) == (0, 0)
-    # Cut in its second side, where only the root is fed again.
+    # The second side path is cut, so that only the root is fed again.
     assert laid.fitted(6, 9).counts == [2, 4, 1]
-    # The first side alone: what is behind fills the draft up.
+    # Only the first side path remains; filler rows follow it.
     fitted = laid.fitted(7, 1)
     assert (fitted.counts, fitted.parents[-2:]) == ([2, 4], [NO_NODE] * 2)
 
@@ -300,7 +309,7 @@ def test_the_most_valuable_paths_come_first() -> None:
     size=st.sampled_from([1, 2, 16]),
 )
 def test_chains_are_left_as_they_are(starts: list[int], seed: int, size: int) -> None:
-    """Prompts, drafts without branches, no drafts at all: a sequence each, no block lent."""
+    """Prompts and drafts without branches are one sequence each, and no block is lent."""
     generator = np.random.default_rng(seed)
     laid = []
     for length in generator.integers(7, size=len(starts)).tolist():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees where they pay, chains at the cost of chains elsewhere."""
+"""Trees are drafted if they pay; otherwise chains are drafted at the cost of chains."""
 
 from dataclasses import dataclass, field
 
@@ -14,24 +14,24 @@ from vllm_hetero_spec.lookahead.forecast import forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.trees.policy import TreeChoice
 
-GOOD = ([1, 1, 2], [0.3, 0.2, 0.2], [1, 1, 0])  # depths, values and rows fed again beside a chain
+GOOD = ([1, 1, 2], [0.3, 0.2, 0.2], [1, 1, 0])  # beside a chain: depths, values, rows fed again
 BAD = ([1], [0.02], [1])
-PLAIN, STEP, CONTEXT = 0.02, 0.001, 50  # seconds of a target step and of a drafter step; tokens
-AROUND = 0.0002  # seconds that a round takes beside its steps
+PLAIN, STEP, CONTEXT = 0.02, 0.001, 50  # seconds of target and drafter step; tokens
+AROUND = 0.0002  # seconds that a round takes in addition to its steps
 
 
 @dataclass
 class Engine:
-    """Steps with drafts, of which some look for trees.
+    """Simulated steps with drafts; some of the rounds search for trees.
 
     Attributes:
-        row: Seconds of a row beyond the first.
-        width: Paths, 0 for chains alone.
-        tree: Seconds that finding a tree takes.
-        longer: Steps of a round that looks for trees, as multiples of others.
-        around: Seconds that such a round takes beside its steps, more than others.
-        beside: What every tree has.
-        plans: So far.
+        row: Seconds of each row after the first.
+        width: Number of drafter paths; 0 for chains only.
+        tree: Seconds to find a tree.
+        longer: Drafter step time of a round that searches for trees, relative to other rounds.
+        around: Seconds that such a round takes in addition, apart from its steps.
+        beside: Nodes of each tree beside its chain.
+        plans: All plans so far.
         looking: Seconds spent on trees so far.
     """
 
@@ -99,7 +99,7 @@ def test_free_rows_have_trees() -> None:
 
 
 def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
-    """Not a look is taken, and every plan is the same."""
+    """If rows are expensive, no tree is searched for, and every plan equals that without trees."""
     ours, chains = Engine(row=0.008), Engine(row=0.008, width=0)
     assert any(max(plan.lookahead) for plan in ours.run(300))
     chains.run(300)
@@ -108,7 +108,7 @@ def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
 
 
 def test_without_room_there_are_the_chains_of_an_engine_without_trees() -> None:
-    """Whatever is known of trees: nothing is expected of them, and none is looked for."""
+    """Without room for trees, no tree is searched for or expected, whatever was measured before."""
     ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
     ours.choice.branches.room = False
     for number in range(40):
@@ -129,7 +129,10 @@ def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> Non
 
 
 def test_looks_do_not_make_chains_dear() -> None:
-    """What they take longer is not put down to chains, which would seem not to pay."""
+    """The additional time of tree rounds is not counted as cost of chains.
+
+    Otherwise chains would seem not to pay.
+    """
     engine = Engine(row=0.0003, beside=BAD, longer=1.4, around=0.0004)
     costs = engine.controller.known.costs
     for _ in range(300):
@@ -139,7 +142,7 @@ def test_looks_do_not_make_chains_dear() -> None:
 
 
 def test_a_change_is_seen() -> None:
-    """Of what is beside chains, both ways."""
+    """The policy follows a change of the nodes beside chains, in both directions."""
     engine = Engine(row=0.0003, beside=BAD)
     engine.run(300)
     engine.beside = GOOD
@@ -169,7 +172,7 @@ def test_other_paths_are_drafted_where_they_are_nearly_free() -> None:
 
 
 def test_what_is_beside_chains_does_not_make_drafts_seem_worse() -> None:
-    """Where the first row more is free and the next ones are dear, few of a tree's are had."""
+    """The second row is free and later ones are expensive, so few nodes of a tree are kept."""
     target = [(1, PLAIN), (2, PLAIN), (3, 1.1 * PLAIN), (8, 2 * PLAIN), (64, 16 * PLAIN)]
     costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])
     choice = TreeChoice(Estimates.of(costs, 4), width=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trims trees finds the best of all that could be kept."""
+"""Trimming of trees finds the most valuable choice of nodes."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -13,7 +13,7 @@ from vllm_hetero_spec.trees.pricing import PricedTree, rows_of, trim, worth_thei
 def random_tree(
     generator: np.random.Generator, size: int, side: float, *, again: bool
 ) -> PricedTree:
-    """Values fall along paths, siblings have at most their parent's together."""
+    """Values fall along paths; siblings have at most their parent's value together."""
     parents: list[int] = []
     values: list[float] = []
     depths: list[int] = []
@@ -29,7 +29,7 @@ def random_tree(
 
 
 def worth(tree: PricedTree, kept: list[bool], cost: Callable[[int], float]) -> float:
-    """Tokens that a choice brings beyond its price."""
+    """Return the expected tokens of a choice minus its cost."""
     nodes = [node for node, keep in enumerate(kept) if keep]
     branches = len(nodes) - len({tree.parents[node] for node in nodes})
     brought = sum(tree.values[node] for node in nodes)
@@ -37,7 +37,7 @@ def worth(tree: PricedTree, kept: list[bool], cost: Callable[[int], float]) -> f
 
 
 def choices(tree: PricedTree) -> list[list[bool]]:
-    """All sets of nodes with their ancestors."""
+    """Return all sets of nodes that include their ancestors."""
     size = len(tree.parents)
     found = []
     for count in range(size + 1):
@@ -63,13 +63,14 @@ def test_no_side_is_opened_where_it_costs_too_much() -> None:
     tree = PricedTree([-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.3], [1.0] * 4, [1] * 4)
     assert worth_their_rows(tree, 0.1) == [True, False, True, False]
     assert worth_their_rows(tree._replace(branches=[0.1] * 4), 0.1) == [True] * 4
-    # The child that is worth most goes on in its parent's sequence, not the likeliest one.
+    # The child with the most valuable subtree continues its parent's sequence, not the likeliest
+    # one.
     deeper = tree._replace(values=[0.5, 0.45, 0.01, 0.44])
     assert worth_their_rows(deeper, 0.1) == [False, True, False, True]
 
 
 def test_rows_of_a_batch_are_one_queue() -> None:
-    """Rows that cost more and more: the most valuable nodes of all, as long as they pay."""
+    """If each further row costs more, the most valuable nodes are kept until they no longer pay."""
     generator = np.random.default_rng(2)
     for _ in range(50):
         trees = [random_tree(generator, 12, 0.0, again=False) for _ in range(5)]
@@ -88,14 +89,14 @@ def test_rows_of_a_batch_are_one_queue() -> None:
 
 
 def choices_of(tree: PricedTree, kept: list[bool]) -> list[list[bool]]:
-    """The choice itself where it is closed under ancestors."""
+    """Return a list with the choice itself if it includes all ancestors."""
     nodes = enumerate(kept)
     closed = all(tree.parents[node] < 0 or kept[tree.parents[node]] for node, keep in nodes if keep)
     return [kept] if closed else []
 
 
 def test_sides_and_rising_rows_together() -> None:
-    """Near the best of all choices, never below none at all."""
+    """The choice is near the best one, and never worse than keeping nothing."""
     generator = np.random.default_rng(3)
     lost = gained = 0.0
     for _ in range(100):
@@ -114,7 +115,7 @@ def test_sides_and_rising_rows_together() -> None:
 
 
 def test_equal_rows_make_chains_where_they_are_dear() -> None:
-    """And whole trees where they are free."""
+    """Trees become chains if rows are expensive, and stay whole if rows are free."""
     generator = np.random.default_rng(4)
     tree = random_tree(generator, 12, 0.0, again=False)
     assert all(trim([tree], lambda rows: 0.0)[0])

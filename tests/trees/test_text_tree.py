@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees through text: both spellings, joins, and what the target says of them."""
+"""Trees through text: spellings, joins, and the target's verdict on a tree."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ LETTERS = [bytes([letter]) for letter in b"abcdefgh "]
 
 @pytest.fixture(scope="module")
 def bridge() -> Bridge:
-    """A target that joins "ab", "abc" and "gh", and a drafter of letters that knows "de"."""
+    """A target that joins "ab", "abc" and "gh", and a drafter of letters that joins "de"."""
     return make_bridge(toy([*LETTERS, b"ab", b"abc", b"gh"]), toy([*LETTERS, b"de"]))
 
 
@@ -29,7 +29,7 @@ def opened(bridge: Bridge, text: Sequence[int]) -> Context:
 
 
 def test_a_token_is_worth_all_texts_that_begin_with_it(bridge: Bridge) -> None:
-    """The drafter's "a" is half of "ab" or of "abc", as the letters behind say."""
+    """The letters after the drafter's "a" determine if it is a part of "ab", "abc" or neither."""
     growth = TreeBuilder()
     (a, de) = growth.offer(ROOT, [0, 9], [0.6, 0.3])
     b, _ = growth.offer(a, [1, 3], [0.5, 0.5])
@@ -52,7 +52,10 @@ def paths_of(tree: ScoredTree) -> list[tuple[int, ...]]:
 
 
 def test_requests_are_translated_together(bridge: Bridge) -> None:
-    """One call, each in its own context, to its own depth; one of them has nothing to say."""
+    """One call translates all requests, each with its own context and depth.
+
+    One of the requests has no draft.
+    """
     calls = []
 
     def to_target(*arguments: Sequence) -> list[list[int]]:
@@ -70,15 +73,15 @@ def test_requests_are_translated_together(bridge: Bridge) -> None:
 
 
 def test_siblings_of_a_chain(bridge: Bridge) -> None:
-    """Rows that are known already give the other spelling: of "abc", and of "ab" and "d"."""
+    """Known rows of the drafter give other spellings as siblings, without more steps."""
     growth = beside_a_chain(
         [0, 1, 2], [[0, 9], [3, 1], [2, 3]], [[0.8, 0.1], [0.2, 0.7], [0.6, 0.3]]
     )
     assert None not in [growth.to_feed(path) for path in ([0, 1, 2], [0, 1, 3], [0, 3], [9])]
-    assert growth.to_feed([0, 1]) is None  # it was fed
+    assert growth.to_feed([0, 1]) is None  # it has been fed already
     (tree,) = text_trees([growth], [opened(bridge, [8])], [9], bridge.to_target, 20)
     worth = dict(zip(paths_of(tree), tree.values, strict=True))
-    # Nothing is known of what else may follow "ab" and "a", which are leaves too.
+    # The rows do not contain what else may follow "ab" and "a", so these are leaves too.
     assert worth == pytest.approx(
         {(10,): 0.8 * 0.7 * 0.6, (9,): 0.8 * 0.7 * 0.4, (9, 3): 0.8 * 0.7 * 0.3}
         | {(0,): 0.8 * 0.3, (0, 3): 0.8 * 0.2, (3,): 0.1, (3, 4): 0.1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chances of children are learnt from what was next: as good as the best five numbers, and soon."""
+"""Probabilities of children are learned from few nodes, nearly as well as with the true weights."""
 
 import json
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from vllm_hetero_spec.trees.values import (
 
 
 class Nodes(NamedTuple):
-    """Children of nodes that were visited, and which of them were next."""
+    """Children of visited nodes, with `taken` for each child that came next."""
 
     parent: np.ndarray
     rank: np.ndarray
@@ -32,7 +32,10 @@ class Nodes(NamedTuple):
 
 
 def visited(generator: np.random.Generator, count: int, truth: ChildChances | None) -> Nodes:
-    """Nodes with one to five children; what is next follows the truth, or the shares themselves."""
+    """Return nodes with one to five children each.
+
+    The child that comes next is sampled from `truth`, or from the shares if that is None.
+    """
     sizes = generator.integers(1, 6, size=count)
     parent = np.arange(count).repeat(sizes)
     rank = np.arange(len(parent)) - (sizes.cumsum() - sizes)[parent]
@@ -50,7 +53,7 @@ def visited(generator: np.random.Generator, count: int, truth: ChildChances | No
 
 
 def loss(chances: ChildChances | RankRates, nodes: Nodes) -> float:
-    """Nats for each node."""
+    """Return the loss in nats per node."""
     shares = chances.shares(*nodes[:4])
     count = nodes.parent.max() + 1
     none = 1.0 - np.bincount(nodes.parent, shares)
@@ -64,7 +67,7 @@ TRUTHS = [(0.6, -0.5, 0.4, -0.5, -0.3), (1.5, -0.2, -0.5, 1.0, 0.2), (0.3, 0.0, 
 @pytest.mark.parametrize("weights", TRUTHS)
 @pytest.mark.parametrize("together", [1, 16])
 def test_what_is_learnt_is_near_the_truth(weights: tuple[float, ...], together: int) -> None:
-    """Within .015 nats of the law itself after 640 nodes, which the prior is not."""
+    """After 640 nodes the loss is within 0.015 nats of the truth's; the prior's is not."""
     generator, truth = np.random.default_rng(1), ChildChances(weights)
     test = visited(generator, 20_000, truth)
     learnt = ChildChances(GREEDY_PRIOR)
@@ -75,7 +78,7 @@ def test_what_is_learnt_is_near_the_truth(weights: tuple[float, ...], together: 
 
 
 def test_what_was_learnt_is_forgotten() -> None:
-    """A text of another kind: the new law is learnt nearly as if there had been no other."""
+    """After the text changes, the new distribution is learned nearly as fast as the first one."""
     generator = np.random.default_rng(2)
     learnt = ChildChances(GREEDY_PRIOR)
     for weights in TRUTHS:
@@ -88,7 +91,10 @@ def test_what_was_learnt_is_forgotten() -> None:
 
 @pytest.mark.parametrize("prior", [GREEDY_PRIOR, RACE_PRIOR])
 def test_nothing_makes_it_run_away(prior: tuple[float, ...]) -> None:
-    """One surprise after another; sure children that are never next; shares stay shares."""
+    """Weights stay finite and shares stay shares under repeated surprises.
+
+    Surprises include certain children that never come next.
+    """
     generator, learnt = np.random.default_rng(3), ChildChances(prior)
     for taken in (True, False) * 20:
         one = visited(generator, 3, None)
@@ -104,7 +110,7 @@ def test_nothing_makes_it_run_away(prior: tuple[float, ...]) -> None:
 
 
 def test_what_was_learnt_comes_back() -> None:
-    """With less weight: what comes next is learnt as if there had been so many nodes before."""
+    """Restored values have less weight, so that new evidence changes them faster."""
     generator, values = np.random.default_rng(6), TreeValues.unknown()
     for _ in range(40):
         values.greedy.observe(*visited(generator, 8, ChildChances(TRUTHS[0])))
@@ -121,7 +127,7 @@ def test_what_was_learnt_comes_back() -> None:
 
 
 def test_values_are_part_of_the_estimates_of_a_pair() -> None:
-    """Those of an engine without trees have none, and new ones are added to them."""
+    """An engine without trees stores no tree values; restoring without them gives none."""
     known = Estimates.of(CostModel(), 4)
     assert "trees" not in known.to_dict()
     values = TreeValues.of(known)
@@ -143,7 +149,7 @@ def test_evidence_is_finite() -> None:
 
 
 def test_rates_of_ranks() -> None:
-    """What share of the nodes each rank was next in, whatever the evidence."""
+    """The rate of a rank is its share of the nodes, whatever the evidence."""
     generator, rates = np.random.default_rng(4), RankRates(3)
     law = np.array([0.5, 0.1, 0.2])
     for _ in range(400):

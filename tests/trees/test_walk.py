@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A walk over any tree keeps the target's law, or its very output; near relatives do not."""
+"""A walk over any tree keeps the target's distribution, or its exact output."""
 
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -29,7 +29,7 @@ Step = Callable[[World, Path, Chance], Path]
 
 
 def grown(generator: np.random.Generator, tokens: int, nodes: int) -> list[Path]:
-    """The paths of a random tree, parents first."""
+    """Return the paths of a random tree, parents first."""
     tree: list[Path] = []
     while len(tree) < nodes:
         head = [(), *tree][generator.integers(len(tree) + 1)]
@@ -40,7 +40,7 @@ def grown(generator: np.random.Generator, tokens: int, nodes: int) -> list[Path]
 
 
 def deviation(step: Step) -> float:
-    """Total variation between steps and the target alone over three tokens, at its worst."""
+    """Return the largest total variation between a step and the target alone over three tokens."""
     return max(
         total_variation(
             world.law_of(lambda c, chance: step(world, c, chance), length=3),  # noqa: B023
@@ -62,7 +62,7 @@ def looked_up(
     children: Callable[[Row, Chance], tuple[Proposal | None, Collection[int]]],
     rule: Callable = ref.tree_rule,
 ) -> Step:
-    """A step with a tree of depth two, children made of a row that is not the target's."""
+    """A step with a tree of depth two; its children come from a row that is not the target's."""
 
     def step(world: World, c: Path, chance: Chance) -> Path:
         rows = World(world.pair, world.seed + 100)
@@ -76,13 +76,13 @@ def looked_up(
 
 
 def one_drawn(row: Row, chance: Chance) -> tuple[Proposal, Collection[int]]:
-    """A drawn child, and the likeliest of the others."""
+    """A sampled child, and the likeliest of the others as a certain one."""
     token = chance.draw(row)
     return Proposal(token, row), [next(t for t in np.argsort(-row).tolist() if t != token)]
 
 
 def kept_out(row: Row, chance: Chance) -> tuple[Proposal, Collection[int]]:
-    """The likeliest child, and one drawn among the others, as is told."""
+    """The likeliest child as a certain one, and one sampled from the distribution of the others."""
     best, others = int(np.argmax(row)), row.copy()
     others[best] = 0.0
     others /= others.sum()
@@ -96,20 +96,20 @@ def test_lossless() -> None:
 
 
 def law_not_told(row: Row, chance: Chance) -> tuple[Proposal, Collection[int]]:
-    """A child is drawn among the others, and told to be drawn among all."""
+    """A child sampled among the others, but with the row of all children. Biased."""
     proposal, certain = kept_out(row, chance)
     return replace(proposal, row=row), certain
 
 
 def unlikely_dropped(row: Row, chance: Chance) -> tuple[Proposal | None, Collection[int]]:
-    """Whether the drawn child is in the tree depends on what it became."""
+    """A sampled child is left out of the tree if it is unlikely. Biased."""
     proposal, certain = one_drawn(row, chance)
     assert proposal.token is not None
     return (proposal if row[proposal.token] >= 0.3 else None), certain
 
 
 def correction_from_p(p: Callable, c: Path, children: Callable, chance: Chance) -> Path:
-    """Where the drawn child is refused, the token comes from p instead of the residual."""
+    """If the sampled child is rejected, the token comes from p instead of the residual. Biased."""
 
     def all_of_p(u: Path) -> tuple[Proposal | None, Collection[int]]:
         drawn, certain = children(u)
@@ -134,7 +134,7 @@ def test_biased_relatives_are_caught(step: Step) -> None:
 
 
 def test_a_race_gives_the_same_with_any_tree() -> None:
-    """By the walk in words and by that on tensors; what it gives follows the target's law."""
+    """The reference walk and the batched walk agree; the output has the target's distribution."""
     world, seeds = worlds(1)[0], 3000
     size = len(world.pair.target)
     rows = {c: torch.tensor(world.p(c)).float() for n in range(4) for c in paths(size, n)}
@@ -169,7 +169,7 @@ def paths(size: int, length: int) -> list[Path]:
 
 
 def batch_of(trees: list[list[Path]]) -> TreeBatch:
-    """Trees as rows; the token of a root does not matter."""
+    """Return the trees as rows of a batch; the token of a root has no effect."""
     tokens = [path[-1] if path else 0 for tree in trees for path in [(), *tree]]
     parents = [[[(), *tree].index(path[:-1]) - 1 for path in tree] for tree in trees]
     return TreeBatch.of(torch.tensor(tokens), parents)
@@ -181,7 +181,7 @@ def batch_of(trees: list[list[Path]]) -> TreeBatch:
     again=st.floats(0, 1),
 )
 def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
-    """As the walk in words, for each request of a batch, with rows between that are no nodes."""
+    """The batched walk equals the reference walk for each request. Some rows are no nodes."""
     generator = np.random.default_rng(seed)
     rows: list[list[Path]] = []
     tokens: list[int] = []
@@ -192,7 +192,7 @@ def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
         parents.append([])
         first.append(len(tokens))
         for path in grown(generator, 3, size):
-            while generator.random() < again / 2:  # a node that is fed again, or no token at all
+            while generator.random() < again / 2:  # a node that is fed again, or no token
                 own.append(own[generator.integers(len(own))])
                 parents[-1].append(NO_NODE)
             parents[-1].append(own.index(path[:-1]) - 1)
@@ -216,7 +216,7 @@ def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_a_chain_is_a_tree(lengths: list[int], seed: int) -> None:
-    """The verdicts of the rules for chains, to the last cell."""
+    """A tree without branches gets the same verdicts as the rules for chains."""
     generator = np.random.default_rng(seed)
     size, rows = len(lengths), sum(lengths) + len(lengths)
     ends = np.cumsum(np.array(lengths) + 1) - 1

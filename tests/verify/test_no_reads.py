@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No rule asks the device for a number: fake tensors have none, and raise where one is read."""
+"""No rule reads a number from the device.
+
+The tests run on fake tensors. These have no values and raise an exception when one is read.
+"""
 
 from functools import partial
 
@@ -17,12 +20,12 @@ from vllm_hetero_spec.verify.race import first_arrivals
 from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, token_rule
 
 CPU = torch.device("cpu")
-LENGTHS, WIDTH = [3, 0, 4, 1], 6000  # wide enough for a draw to look at blocks
+LENGTHS, WIDTH = [3, 0, 4, 1], 6000  # wide enough that `choose` divides a row into blocks
 SAMPLED = {"token": token_rule, "block": block_rule, "race": race_rule}
 
 
 def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """Arrays under way to the device: what is in them is no longer known."""
+    """Arrays on their way to the device: shapes and dtypes without values."""
     return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
 
 
@@ -42,7 +45,7 @@ def batch(certain: bool) -> DraftBatch:
 def test_a_rule_reads_nothing(
     name: str, certain: bool, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, and in parts."""
+    """This holds for the whole batch and for parts of one row."""
     monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
     with FakeTensorMode():
         drafts, p = batch(certain), torch.rand(sum(LENGTHS), WIDTH)
@@ -67,7 +70,7 @@ def test_a_walk_reads_nothing() -> None:
 
 
 def test_what_reads_is_caught() -> None:
-    """Else the tests above say nothing."""
+    """A rule that reads a number must raise, or the tests above prove nothing."""
 
     def reads(drafts: DraftBatch) -> Verdict:
         short = (drafts.counts > 1).nonzero()[:, 0]
@@ -92,7 +95,7 @@ def test_a_draw_reads_nothing(width: int) -> None:
 
 
 def test_one_packet_brings_all_that_the_host_knows() -> None:
-    """And what is in it is what follows from the lengths."""
+    """The arrays in the packet follow from the lengths."""
     packets = []
 
     def counted(*arrays: np.ndarray) -> list[torch.Tensor]:

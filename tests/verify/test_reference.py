@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every algorithm keeps the target's law exactly, and every known-wrong variant does not."""
+"""Every reference algorithm keeps the target's distribution exactly; wrong variants do not."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def first_token_law(w: World, c: tuple[int, ...], k: int) -> np.ndarray:
 
 
 def chained(n: int, m: int = 1) -> Draft:
-    """SLRS-n along a chain, with m - 1 tokens beside its first."""
+    """SLRS-n along a chain, with m - 1 other first tokens beside it."""
     return lambda w, c, k, chance: ref.slrs_n(w.pair, w.q_after(c), k, n, chance, m)
 
 
@@ -47,8 +47,8 @@ def likeliest(count: int, *, told: bool = True) -> Draft:
     """push_forward from the likeliest drafter tokens alone.
 
     Args:
-        count: Of them.
-        told: Their rows are renormalised.
+        count: How many tokens each row keeps.
+        told: Normalize the shortened rows. False gives the rule rows that are not true.
     """
 
     def draft(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
@@ -78,7 +78,7 @@ RULES = {"token": ref.token_rule, "block": ref.block_rule}
 
 
 def deviation(world: World, draft: Draft, rule: Callable, k: int, *, length: int = 4) -> float:
-    """Total variation between speculation and the target alone over the next tokens."""
+    """Return the total variation between speculation and the target, the largest of 3 prompts."""
     worst = 0.0
     for prompt in ((), (3,), (2,)):
         found = world.law_of(
@@ -92,7 +92,7 @@ def deviation(world: World, draft: Draft, rule: Callable, k: int, *, length: int
 
 
 def accepted(world: World, draft: Draft, rule: Callable, k: int) -> float:
-    """Expected accepted tokens of one step: emitted tokens but the last."""
+    """Return the expected number of accepted tokens of one step: emitted tokens minus one."""
     outcomes = law(lambda chance: len(rule(world.p, (), draft(world, (), k, chance), chance)) - 1)
     return sum(count * probability for count, probability in outcomes.items())
 
@@ -109,7 +109,7 @@ def test_lossless(method: str, rule: str, k: int) -> None:
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_chains_of_bytes_are_lossless(n: int, m: int, rule: str) -> None:
-    """Target tokens take up to four tokens of a drafter of single bytes."""
+    """Target tokens consist of up to four tokens of a drafter of single bytes."""
     world = worlds(n, target=WORDS, drafter=LETTERS)[-1]
     for k in {n, 4}:
         assert deviation(world, chained(n, m), RULES[rule], k, length=3) < EXACT
@@ -117,14 +117,14 @@ def test_chains_of_bytes_are_lossless(n: int, m: int, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chains_of_pieces_are_lossless(rule: str) -> None:
-    """Proposals end at a drafter token's end or inside it, and have the rest revealed."""
+    """A proposal may end inside a drafter token; the rest of that token is then revealed."""
     for world in worlds(2, target=WORDS, drafter=(b"a", b"b", b"ba")):
         for m in (1, 3):
             assert deviation(world, chained(3, m), RULES[rule], 3, length=3) < EXACT
 
 
 def test_longer_chains_accept_more_from_a_drafter_of_bytes() -> None:
-    """One that writes just what the target does, so that only the span stands in the way."""
+    """The drafter has the target's own distribution, so only the merge span limits acceptance."""
     pair = worlds(1, target=WORDS, drafter=LETTERS)[0].pair
     every = [FaithfulWorld(pair, seed) for seed in range(6)]
     push, *chains = (
@@ -144,7 +144,7 @@ def test_speculative_decoding_of_one_vocabulary() -> None:
 
 
 def test_one_hot_verification_is_exact_match() -> None:
-    """The same joint law of what is emitted, how much is accepted included."""
+    """Both rules have the same joint distribution of emitted and accepted tokens."""
     for world in worlds(8):
         stream = lambda: ref.slem(world.pair, world.q_after(()), 3)  # noqa: E731, B023
         by_rule = law(lambda chance: ref.token_rule(world.p, (), stream(), chance))  # noqa: B023
@@ -153,7 +153,11 @@ def test_one_hot_verification_is_exact_match() -> None:
 
 
 def test_order_of_acceptance() -> None:
-    """push-forward and TLI are never below union on the first token, block never below token."""
+    """The methods and rules have a known order of acceptance.
+
+    On the first token, push-forward and TLI accept at least as much as union. The block rule
+    accepts at least as much as the token rule.
+    """
     for world in worlds(3):
         one = {name: accepted(world, draft, ref.token_rule, 1) for name, draft in DRAFTS.items()}
         assert one["union"] <= one["tli"] + EXACT
@@ -164,7 +168,7 @@ def test_order_of_acceptance() -> None:
 
 
 def test_merges_are_proposed() -> None:
-    """A target token of two draft tokens is out of push-forward's reach and in that of SLRS-2."""
+    """SLRS-2 proposes target tokens of two draft tokens; push-forward cannot."""
     world = worlds(1, drafter=(b"a", b"b"))[0]
 
     def proposed(method: str) -> set[int | None]:
@@ -176,7 +180,7 @@ def test_merges_are_proposed() -> None:
 
 
 def test_rows_are_the_laws_of_the_proposals() -> None:
-    """The row told to the verifier is the law of the token it comes with."""
+    """The row given to the verifier is the distribution of its proposed token."""
     for world in worlds(6):
         for name, draft in {**DRAFTS, "slrs-3": chained(3)}.items():
             found = law(lambda chance: next(draft(world, (), 3, chance)).token)  # noqa: B023
@@ -190,7 +194,7 @@ def test_rows_are_the_laws_of_the_proposals() -> None:
 
 
 def fresh_rest(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
-    """After the first token, the law of a fresh draft instead of what the drawn draft says."""
+    """The second token has the row of a fresh draft, though the first draft fixes it. Biased."""
     stream = slrs(w, c, k, chance)
     first = next(stream)
     yield first
@@ -201,7 +205,7 @@ def fresh_rest(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
 
 
 def exact_decompositions(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
-    """psi counts only the drafts that spell exactly t."""
+    """psi counts only the drafts that spell exactly t. Biased."""
     q = w.q_after(c)
     psi = np.zeros(len(w.pair.target))
 
@@ -219,7 +223,7 @@ def exact_decompositions(w: World, c: tuple[int, ...], k: int, chance: Chance) -
 
 
 def kept_behind(n: int, m: int = 1) -> Draft:
-    """SLRS-n that proposes what was drawn behind K, with the plain row it was drawn from."""
+    """SLRS-n that keeps the token sampled after K and proposes it with the plain row. Biased."""
 
     def draft(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
         recorded = Recorded(chance)
@@ -240,7 +244,7 @@ def kept_behind(n: int, m: int = 1) -> Draft:
 
 
 class Recorded:
-    """Chance that remembers what was drawn from what."""
+    """A `Chance` that records each sampled index with its weights."""
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
@@ -255,7 +259,7 @@ class Recorded:
 
 
 def null_then_target(p: Callable, c: tuple[int, ...], stream: Stream, chance: Chance) -> tuple:
-    """Where nothing is proposed, the token comes from p instead of the residual."""
+    """If nothing is proposed, sample the token from p instead of the residual. Biased."""
 
     def ended() -> Iterator[Proposal]:
         for proposal in stream:
@@ -267,7 +271,7 @@ def null_then_target(p: Callable, c: tuple[int, ...], stream: Stream, chance: Ch
 
 
 def truncated(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
-    """A probabilistic draft cut before a token that some grammar forbids."""
+    """A sampled draft shortened before a token that a grammar forbids. Biased."""
     for proposal in ref.push_forward(w.pair, w.q_after(c), k, chance):
         if proposal.token == 2:
             return
@@ -275,7 +279,7 @@ def truncated(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
 
 
 def low_confidence_dropped(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
-    """A sampled token is dropped because its probability is low."""
+    """A sampled token is dropped because its probability is low. Biased."""
     for proposal in ref.push_forward(w.pair, w.q_after(c), k, chance):
         if proposal.token is None or proposal.row[proposal.token] < 0.3:
             return
@@ -316,10 +320,10 @@ def test_the_plain_row_behind_a_proposal_is_caught(
 
 
 def test_shared_noise_with_the_ratio_test_is_caught() -> None:
-    """K and the corrected token from the same clocks: right for a race, wrong for this.
+    """Sampling K and the correction from the same clocks is biased with the ratio test.
 
-    0 has 3 parts in 4 of the residual. But where 2 or 3 was drafted, the clocks of 0 and 1 are
-    known to be late, that of 1 twice as late: 0 wins 5 times in 6.
+    It is correct for a race. Here token 0 has 3/4 of the residual. If 2 or 3 was drafted, the
+    clocks of 0 and 1 are known to be late, that of 1 twice as late. So 0 wins 5 times in 6.
     """
     generator = np.random.default_rng(0)
     p, q = np.array([0.4, 0.3, 0.1, 0.2]), np.array([0.1, 0.2, 0.4, 0.3])
@@ -372,7 +376,7 @@ def _fuzzy(theta: float) -> Callable:
 
 
 def test_fuzzy() -> None:
-    """Lossless at threshold 0; above it, off by more, and accepting more."""
+    """Fuzzy verification is lossless at threshold 0; at 1 it is biased and accepts more."""
     world = worlds(1)[0]
     assert deviation(world, DRAFTS["push_forward"], _fuzzy(0.0), 2, length=3) < EXACT
     assert deviation(world, DRAFTS["push_forward"], _fuzzy(1.0), 2, length=3) > WRONG

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batched rules have the law of their readable counterparts, whatever stands in the batch."""
+"""The batched rules have the distribution of their reference form, in any batch."""
 
 import dataclasses
 from collections import Counter
@@ -32,14 +32,14 @@ from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, to
 CPU = torch.device("cpu")
 COPIES = 30_000
 RULES = {"token": (token_rule, ref.token_rule), "block": (block_rule, ref.block_rule)}
-# Three draft tokens of four: the second is certain, the row of the third leaves something out.
+# Three draft tokens: the second is certain, and the row of the third sums to less than 1.
 P = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1], [0.25] * 4])
 ROWS = np.array([[0.2, 0.5, 0.1, 0.2], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.1, 0.4]])
 TOLD = np.array([*ROWS[:2], [0.2, 0.2, 0.1, 0.3]])
 
 
 def drawn_batch(copies: int, seed: int = 3, places: torch.Tensor | None = None) -> DraftBatch:
-    """Drafts drawn from ROWS, many times over; behind the beginning unless at other `places`."""
+    """Drafts sampled from ROWS, one per copy, all at place 0 unless `places` are given."""
     generator = np.random.default_rng(seed)
     tokens = np.stack(
         [generator.choice(5, size=copies, p=[*row, 1 - row.sum()]) for row in ROWS], axis=1
@@ -61,7 +61,7 @@ def drawn(rows: np.ndarray, seed: int) -> torch.Tensor:
 
 
 def exact_law(readable: Callable, told: np.ndarray) -> dict[tuple[int, ...], float]:
-    """What a rule emits for drafts drawn from ROWS that it is told were drawn from other rows."""
+    """Return the exact output of a rule for drafts sampled from ROWS but verified with `told`."""
 
     def one(chance: Chance) -> tuple[int, ...]:
         def stream() -> ref.Stream:
@@ -76,7 +76,7 @@ def exact_law(readable: Callable, told: np.ndarray) -> dict[tuple[int, ...], flo
 
 @pytest.mark.parametrize("rule", RULES)
 def test_law_of_a_batch(rule: str) -> None:
-    """What a large batch of equal requests emits, against the exact law."""
+    """A large batch of equal requests emits tokens with the exact distribution."""
     batched, readable = RULES[rule]
     drafts = drawn_batch(COPIES)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
@@ -90,7 +90,7 @@ def test_law_of_a_batch(rule: str) -> None:
     expected, found = exact_law(readable, ROWS), emitted(drafts)
     assert follows(found, expected)
     assert found.keys() <= {key for key, probability in expected.items() if probability > 0}
-    # Told of a row that differs by a tenth of probability, the rule is caught.
+    # With a row that is wrong by 0.1 of probability, the rule must fail this test.
     assert missed(expected, exact_law(readable, TOLD), COPIES) < MISSED
     told = torch.tensor(TOLD[[0, 2]], dtype=torch.float32)
     assert not follows(emitted(dataclasses.replace(drafts, draft_probs=[told])), expected)
@@ -98,7 +98,10 @@ def test_law_of_a_batch(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_token_that_could_not_be_drawn_is_not_accepted(rule: str) -> None:
-    """Of a row without any mass, as rounding may leave one: the target's own law is emitted."""
+    """A draft token of probability 0 is rejected, and the target's own distribution is emitted.
+
+    Rounding may leave a row without any mass.
+    """
     drafts = DraftBatch.of(
         torch.full((COPIES,), 3), [1] * COPIES, range(COPIES), [0] * COPIES,
         [torch.zeros(1, 4)], [0] * COPIES,
@@ -129,7 +132,10 @@ def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
     one_hot=st.booleans(),
 )
 def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) -> None:
-    """Ends fit the lengths, nothing of probability 0 is emitted, arguments are left alone."""
+    """Verdicts fit the draft lengths for any batch.
+
+    No token of probability 0 is emitted, and the arguments are not changed.
+    """
     generator = np.random.default_rng(seed)
     count = sum(lengths)
     p = torch.tensor(generator.dirichlet(np.full(6, 0.2), count) if count else np.zeros((0, 6)))
@@ -158,7 +164,7 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
 
 @pytest.mark.parametrize("rule", [*RULES, "fuzzy"])
 def test_rows_may_lie_in_several_tables(rule: str) -> None:
-    """Each round of drafting has one: the same verdicts as from one table of all."""
+    """Each drafting round has its own table of rows; verdicts are the same as with one table."""
     drafts = drawn_batch(700)
     (rows,) = drafts.draft_probs
     rounds = dataclasses.replace(drafts, draft_probs=[rows[:1], rows[1:]])
@@ -174,7 +180,7 @@ def test_rows_may_lie_in_several_tables(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", [*RULES, "fuzzy"])
 def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows worked on a few at a time: the same verdicts from the same random numbers."""
+    """Processing a few rows at a time gives the same verdicts from the same random numbers."""
     drafts = drawn_batch(700)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
     bonus = drawn(P[3], 1)[:700]
@@ -192,7 +198,10 @@ def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("width", [1000, 50_000, 150_000, 300_000])
 def test_parts_are_bounded(width: int) -> None:
-    """All rows, once; off the CPU 1 GiB in all at up to 32 bytes for a cell, and few launches."""
+    """The parts cover each row once, and a small batch is one part.
+
+    Off the CPU, a part takes at most 1 GiB at 32 bytes per cell.
+    """
     for device in (torch.device("cuda"), None):
         parts = list(noise.slices(3000, width, device))
         assert [row for part in parts for row in range(part.start, part.stop)] == list(range(3000))
@@ -207,7 +216,7 @@ def test_greedy_rule() -> None:
 
 
 def test_numbers_depend_on_seed_place_purpose_and_index_alone() -> None:
-    """And differ with each of them, whatever the others are."""
+    """A number changes with each of seed, place, purpose and index, and with nothing else."""
     seeds, places, index = (
         x.flatten() for x in torch.meshgrid(*[torch.arange(-1, 12)] * 3, indexing="ij")
     )
@@ -250,7 +259,7 @@ def test_a_request_is_blind_to_its_neighbours(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_next_draft_does_not_know_how_the_last_one_fared(rule: str) -> None:
-    """A rule may look at numbers behind what it accepts: none of them is used again."""
+    """A rule may read noise after the accepted tokens; the next step does not use it again."""
     batched, readable = RULES[rule]
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
     first = batched(drawn_batch(COPIES), p, drawn(P[3], 1))
@@ -276,7 +285,7 @@ def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
     "width", [4096, 4097, 3 * 4096, pytest.param(30_001, marks=pytest.mark.full)]
 )
 def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
-    """As if the weights were added up one by one, at both ends of every block, and nowhere at 0."""
+    """The result is that of a running sum, also at block ends; weight 0 is never chosen."""
     generator = np.random.default_rng(width)
     weights = generator.dirichlet(np.full(width, 0.5)) * (generator.random(width) < 0.8)
     weights[4096:8000] = 0.0
@@ -298,7 +307,7 @@ def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
 
 
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
-    """To the last bit: where rows are flat, rounding alone could choose another token."""
+    """The choice is bit-exact: in flat rows, rounding alone could choose another token."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.rand(9, 50_000, generator=generator)
     uniform = torch.rand(9, dtype=torch.float64, generator=generator)
@@ -323,7 +332,7 @@ def test_the_law_of_a_race() -> None:
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_race_rule(lengths: list[int], seed: int) -> None:
-    """It is the greedy rule, with races' winners for first choices."""
+    """It is the greedy rule applied to the winners of the races."""
     torch.manual_seed(seed)
     generator = np.random.default_rng(seed)
     count = sum(lengths)
@@ -344,7 +353,7 @@ def test_race_rule(lengths: list[int], seed: int) -> None:
 
 @pytest.mark.full
 def test_races_of_large_vocabularies_follow_the_law() -> None:
-    """Arrival times are told apart where a flat row has most of its winners: close to 0."""
+    """Arrival times stay distinct near 0, which is where most winners of a flat row arrive."""
     copies, width = 2000, 20_000
     rows = torch.linspace(1.0, 4.0, width)[None].expand(copies, -1)
     winners = race(rows, torch.arange(copies), torch.zeros(copies, dtype=torch.int64))

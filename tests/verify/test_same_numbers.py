@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batched rules do with given random numbers, token by token, what the readable ones do."""
+"""With given random numbers, the batched rules decide like the reference rules, token by token."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,8 +16,8 @@ from vllm_hetero_spec.verify.rules import block_rule, token_rule
 
 SIZE, LONGEST, REQUESTS = 5, 4, 4000
 THETA = 0.1
-CLOSE = 1e-4  # numbers this near to where a choice changes may be rounded over it
-DOUBT = 0.02  # the most requests that may have one
+CLOSE = 1e-4  # a random number this near to a threshold may be rounded across it
+DOUBT = 0.02  # largest share of requests with such a number
 Readable = Callable[..., tuple[int, ...]]
 
 
@@ -36,23 +36,23 @@ RULES: dict[str, tuple[Callable, Readable]] = {
 
 
 class Given:
-    """Chance whose numbers are known.
+    """A `Chance` with given random numbers.
 
     Args:
-        flips: One for each proposal.
-        drawn: For the only draw.
+        flips: One number for each proposal.
+        drawn: The number for the only draw.
 
     Attributes:
-        doubtful: Some choice was close.
+        doubtful: A number was closer to a threshold than CLOSE.
     """
 
     def __init__(self, flips: Sequence[float], drawn: float) -> None:
         self._flips, self._drawn = flips, drawn
-        self._at = -1  # the proposal that a flip is about
+        self._at = -1  # index of the proposal that the next flip decides
         self.doubtful = False
 
     def seen(self, proposals: Sequence[Proposal]) -> Stream:
-        """The proposals one by one; what is flipped for first is the last that was seen."""
+        """Yield the proposals one by one. The first flip is for the last proposal yielded."""
         for number, proposal in enumerate(proposals):
             if proposal.token is not None:
                 self._at = number
@@ -68,7 +68,7 @@ class Given:
 
     def draw(self, weights: ArrayLike) -> int:
         sums = np.cumsum(np.asarray(weights, float))
-        if sums[-1] < CLOSE:  # what rounding leaves
+        if sums[-1] < CLOSE:  # rounding errors only
             self.doubtful = True
             return 0
         edges = sums / sums[-1]
@@ -77,7 +77,7 @@ class Given:
 
 
 def random_row(generator: np.random.Generator) -> np.ndarray:
-    """float32 [SIZE], some of it often 0."""
+    """Return float32 [SIZE]; some values are often 0."""
     row = generator.dirichlet(np.full(SIZE, generator.choice([0.3, 1.0, 5.0])))
     row[generator.random(SIZE) < 0.2] = 0.0
     row = row / row.sum() if row.sum() > 0.01 else np.full(SIZE, 1 / SIZE)
@@ -85,12 +85,12 @@ def random_row(generator: np.random.Generator) -> np.ndarray:
 
 
 class Requests:
-    """Random drafts of all kinds in one batch: drawn tokens, certain ones and null proposals."""
+    """Random drafts of all kinds in one batch: sampled, certain and null proposals."""
 
     def __init__(self, seed: int) -> None:
         generator = np.random.default_rng(seed)
         self.lengths = generator.integers(0, LONGEST + 1, REQUESTS).tolist()
-        self.target: list[list[np.ndarray]] = []  # behind each draft is its bonus token
+        self.target: list[list[np.ndarray]] = []  # the last row of each draft is its bonus token
         self.proposals: list[list[Proposal]] = []
         self.row_of: list[int] = []
         rows: list[np.ndarray] = []
@@ -105,11 +105,11 @@ class Requests:
                     self.row_of.append(-1)
                     continue
                 share = np.float32(generator.random())
-                row = share * p + (1 - share) * random_row(generator)  # often near to the target's
-                while np.count_nonzero(row) < 2:  # else it is certain, in words
+                row = share * p + (1 - share) * random_row(generator)  # often near the target's
+                while np.count_nonzero(row) < 2:  # else the reference treats it as certain
                     row = random_row(generator)
                 if generator.random() < 0.25:
-                    row *= np.float32(0.7)  # the rest is null
+                    row *= np.float32(0.7)  # the rest of the probability is a null proposal
                 of = [*row.astype(float), max(0.0, 1 - float(row.sum()))]
                 token = int(generator.choice(SIZE + 1, p=np.array(of) / sum(of)))
                 proposed = None if token == SIZE else token
@@ -121,23 +121,23 @@ class Requests:
         self.tokens = torch.tensor([FILLER if token is None else token for token in flat])
 
     def batch(self, told: torch.Tensor | None = None) -> DraftBatch:
-        """With these rows, or those that were drawn from."""
+        """Return the batch, with the rows `told` instead of its own if given."""
         own, rows = (range(REQUESTS), [7] * REQUESTS), self.rows if told is None else told
         return DraftBatch.of(self.tokens, self.lengths, *own, [rows], self.row_of)
 
     def batched(self, rule: Callable, told: torch.Tensor | None = None) -> list[tuple[int, ...]]:
-        """What a rule on tensors emits."""
+        """Return the tokens that a batched rule emits."""
         p = torch.from_numpy(np.array([row for own in self.target for row in own[:-1]]))
         bonus = torch.tensor([int(own[-1].argmax()) for own in self.target])
         verdict = rule(self.batch(told), p, bonus)
         return [tuple(t for t in line if t != FILLER) for line in verdict.tokens.tolist()]
 
     def readable(self, rule: Readable, *, mixed_up: bool = False) -> list[tuple[int, ...] | None]:
-        """What a rule in words emits by the batch's numbers; None where a choice is close.
+        """Return what a reference rule emits with the batch's numbers; None for a close choice.
 
         Args:
-            rule: Of `reference`.
-            mixed_up: Each proposal has the number of another one.
+            rule: A rule of `reference`.
+            mixed_up: Give each proposal the number of another one.
         """
         drafts = self.batch()
         accept = drafts.padded(drafts.accept_noise(), 0.0).tolist()
@@ -189,7 +189,10 @@ def test_another_rule_decides_otherwise(rule: str, wrong: Readable, requests: Re
 
 @pytest.mark.parametrize("rule", RULES)
 def test_wrong_numbers_and_rows_are_seen(rule: str, requests: Requests) -> None:
-    """Those of other tokens, and rows a little nearer to evenness than what was drawn from."""
+    """Numbers of other tokens and slightly wrong rows change the verdicts.
+
+    The wrong rows are mixed with 10 % of a uniform row.
+    """
     batched, readable = RULES[rule]
     words = requests.readable(readable, mixed_up=True)
     assert differ(requests.batched(batched), words) > REQUESTS // 200

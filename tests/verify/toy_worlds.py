@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny worlds in which every law can be enumerated: two vocabularies and models over them."""
+"""Tiny vocabularies and models, for which every distribution can be enumerated."""
 
 import zlib
 from collections import defaultdict
@@ -13,13 +13,13 @@ from reference import Pair, Row
 
 TARGET = (b"a", b"b", b"ab", b"ba", b"aab")
 DRAFTER = (b"a", b"b", b"aa", b"ab", b"bb")
-# A drafter of single bytes, and a target whose tokens take up to four of them.
+# A drafter of single bytes, and a target with tokens of up to four bytes.
 WORDS = (b"a", b"b", b"ab", b"aba", b"abab", b"bab")
 LETTERS = (b"a", b"b")
 
 
 def longest_match(vocabulary: Sequence[bytes]) -> Callable[[bytes], tuple[int, ...]]:
-    """A tokenizer that always takes the longest token."""
+    """Return a tokenizer that always takes the longest token."""
     longest_first = sorted(range(len(vocabulary)), key=lambda t: -len(vocabulary[t]))
 
     def tau(text: bytes) -> tuple[int, ...]:
@@ -38,13 +38,13 @@ class World:
 
     pair: Pair
     seed: int
-    peak: float = 0.6  # of the Dirichlet distribution; small is peaked
+    peak: float = 0.6  # concentration of the Dirichlet distribution; a small one is peaked
 
     def p(self, c: tuple[int, ...]) -> Row:
         return self._row("p", len(self.pair.target), c)
 
     def q_after(self, c: tuple[int, ...]) -> Callable[[tuple[int, ...]], Row]:
-        """The drafter behind the text of c."""
+        """Return the drafter's rows after the text of c."""
         text = b"".join(self.pair.target[t] for t in c)
         return lambda path: self._row("q", len(self.pair.drafter), (text, path))
 
@@ -58,7 +58,7 @@ class World:
         length: int,
         prompt: tuple[int, ...] = (),
     ) -> dict[tuple[int, ...], float]:
-        """Law of the next `length` tokens: one step of speculation, then the target alone."""
+        """Return the distribution of `length` tokens: one speculative step, then the target."""
 
         emitted = law(lambda chance: step(prompt, chance)[:length])
         found: dict[tuple[int, ...], float] = defaultdict(float)
@@ -70,7 +70,7 @@ class World:
     def _continued(
         self, c: tuple[int, ...], length: int
     ) -> Iterator[tuple[tuple[int, ...], float]]:
-        """What the target alone writes next, and with what probability."""
+        """Yield each continuation by the target alone, with its probability."""
         if not length:
             yield (), 1.0
             return
@@ -86,7 +86,7 @@ class World:
 
 @dataclass(frozen=True)
 class FaithfulWorld(World):
-    """A world whose drafter is the target itself, read in the drafter's tokens: single bytes."""
+    """A world whose drafter is the target itself, with tokens of single bytes."""
 
     def q_after(self, c: tuple[int, ...]) -> Callable[[tuple[int, ...]], Row]:
         def q(path: tuple[int, ...]) -> Row:
@@ -98,7 +98,7 @@ class FaithfulWorld(World):
 
     @lru_cache(maxsize=100_000)  # noqa: B019
     def begins(self, c: tuple[int, ...], text: bytes) -> float:
-        """Probability that what the target writes behind c begins with this text."""
+        """Return the probability that the target's text after c begins with `text`."""
         found = 0.0
         for t, (token, share) in enumerate(zip(self.pair.target, self.p(c), strict=True)):
             if token.startswith(text):
@@ -117,12 +117,12 @@ def _dirichlet(seed: int, peak: float, size: int, context: str) -> Row:
 
 
 def worlds(count: int, target: Sequence[bytes] = TARGET, drafter: Sequence[bytes] = DRAFTER):
-    """Random worlds over one pair of vocabularies."""
+    """Return random worlds over one pair of vocabularies."""
     pair = Pair(target, drafter, longest_match(target))
     return [World(pair, seed) for seed in range(count)]
 
 
 def total_variation(first: dict[Outcome, float], second: dict[Outcome, float]) -> float:
-    """Half the sum of absolute differences of two laws."""
+    """Return half the sum of absolute differences of two distributions."""
     keys = first.keys() | second.keys()
     return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in keys)
