@@ -292,7 +292,7 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         make(slem(drafter), pipeline_parallel_size=2).create_engine_config()
     config = make(None).create_engine_config()
-    for key, value in (  # refused by vLLM itself on a CPU
+    for key, value in (  # vLLM itself refuses these on a CPU
         ("enable_elastic_ep", True),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),

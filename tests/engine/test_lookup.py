@@ -111,7 +111,7 @@ def fill(lines: Lines, chance: random.Random) -> None:
 def test_what_cannot_agree_is_not_read(
     lines: Lines, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines are not read if they leave the chain after the outcome, or by another token."""
+    """Lines are not read if they leave the chain after the outcome, or at another token."""
     text, table, reads = lines.text, lines.table, []
     read = table.read
     monkeypatch.setattr(table, "read", lambda *of: reads.append(of) or read(*of))

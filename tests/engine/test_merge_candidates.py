@@ -93,7 +93,7 @@ def test_no_more_lines_than_attention_has_room_for() -> None:
 
 @pytest.mark.full
 def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list[str]) -> None:
-    """If the pool has no blocks for side branches, drafting continues without them."""
+    """If the pool has too few blocks for all side branches, drafting continues with fewer."""
     spec = slem(
         demo_pair / "drafter", method="slrs", merge_candidates=9, kv_cache_memory_bytes="1MiB"
     )

@@ -22,7 +22,7 @@ LARGE = 2**31 - 1
 
 @pytest.mark.parametrize("times", [1, 4])
 def test_the_largest_commit_fits(times: int) -> None:
-    """It also returns the slots of 8192 requests. Four times as many texts do not fit."""
+    """It also closes 16,384 slots. A commit with four times as many texts does not fit."""
     each = MOST_IDS // MOST_ROWS
     draw = DraftSampling(1 / 3, LARGE, 1 / 3, 2**63 - 1, LARGE, True, LARGE)
     told = [LARGE] * (each // 2), LARGE, LARGE, LARGE, LARGE, "s" * 64, draw

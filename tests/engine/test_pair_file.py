@@ -129,7 +129,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
 
 
 def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkeypatch: Any) -> None:
-    """Writes come soon after the start, and less often the longer it runs."""
+    """The file is written soon after the start, and later less often."""
     now, written = [0.0], []
     monkeypatch.setattr(pair_file.time, "monotonic", lambda: now[0])
     file, of = PairFile(tmp_path, "pair"), known()

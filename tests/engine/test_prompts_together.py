@@ -48,14 +48,14 @@ def test_the_drafter_waits_for_all_first_tokens(
 ) -> None:
     with engine(demo_pair / "target", slem(demo_pair / "target"), **CHUNKS) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        before = drafter.forwards  # of calibration and profiling
+        before = drafter.forwards  # forwards of calibration and profiling
         steps = [(out, drafter.forwards - before) for out in serve(llm, ids, LONG)]
         waited = [forwards for out, forwards in steps if not all(map(len, out.values()))]
         assert len(waited) >= 2  # the prompts came in chunks
         assert not any(waited)
         first = len(waited)
         assert steps[first][1] == 0  # in the step of the last first tokens
-        assert steps[first + 1][1] > 0  # and right after
+        assert steps[first + 1][1] > 0  # the drafter runs right after it
         assert steps[-1][0] == alone[LONG]
         assert len(steps) < first + 24  # tokens were accepted
         stats = read_stats(llm)

@@ -31,7 +31,7 @@ def test_each_part_fits_a_graph_and_leaves_what_another_takes() -> None:
         for width, texts in found:
             assert width in widths(len(texts))
             for index in texts:
-                assert left[index] > width  # and so it is within its context
+                assert left[index] > width  # so the part is within the text
                 left[index] -= width
         if found:
             last = [width for width in widths(len(left)) if width <= min(contexts)][-1]

@@ -53,7 +53,7 @@ def test_the_stream_of_graphs_has_run_before_memory_is_measured(
 def test_where_the_widest_graphs_fail_the_others_are_recorded(
     widest: int, recorded: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without graphs, rounds take several times as long; without the widest, only prompts do."""
+    """Without graphs, rounds take several times as long; without the widest, only prefills do."""
 
     def record(graphs: Any, shapes: Any, support: Any) -> None:
         if max(width for _, width in shapes) > widest:

@@ -45,8 +45,8 @@ def test_scenarios_run_on_it(runs_033: Path) -> None:
 
     assert python("-c", "from vllm.version import __version__ as v; print(v)").startswith("0.33.")
     files = [str(HERE / name) for name in SCENARIOS]
-    # Translation through text does not depend on the release. The target as its own drafter, and a
-    # drafter process, run on V2 of 0.33.
+    # Translation through text does not depend on the release. `test_runner_v2.py` tests the target
+    # as its own drafter on V2 of 0.33. A drafter process is tested on the installed release.
     left_out = "not forced and not through_text and not own_process and not identity-"
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", left_out, *files)
     passed = re.search(r"(\d+) passed", said)
