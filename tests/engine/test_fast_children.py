@@ -34,7 +34,7 @@ ON_V2 = [
 
 @pytest.fixture(scope="module")
 def on_v1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    path = v2_environment()["PYTHONPATH"].partition(os.pathsep)[2]  # without what makes it V2
+    path = v2_environment()["PYTHONPATH"].partition(os.pathsep)[2]  # the first folder selects V2
     return run_in_child(ON_V1, os.environ | {"PYTHONPATH": path}, tmp_path_factory.mktemp("v1"))
 
 

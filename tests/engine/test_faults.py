@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever the drafter does, every request ends with the target's text; the fault is counted."""
+"""Faults of the drafter: each request ends with the target's text, and each fault is counted."""
 
 import gc
 import resource
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
-    """One engine for all; `alone` comes first, since two engines cannot live side by side."""
+    """An engine for all tests. `alone` comes first, because two engines cannot run together."""
     with engine(demo_pair / "target", slem(demo_pair / "drafter")) as llm:
         yield llm
 
 
 @pytest.fixture(autouse=True)
 def fresh_counters(request: pytest.FixtureRequest) -> None:
-    """Faults of one test must not quieten the warnings of the next."""
+    """Faults of one test must not suppress the warnings of the next test."""
     if "llm" in request.fixturenames:
         proposer = proposer_of(request.getfixturevalue("llm"))
         proposer.stats.skipped.clear()
@@ -54,7 +54,7 @@ def test_drafter_that_raises(llm: Any, texts: list, alone: Outputs, caplog, monk
     assert skipped["drafter_error"] >= 8
     assert len(warnings(caplog, "drafter_error")) == 1
     assert "out of order" in warnings(caplog, "drafter_error")[0]
-    # It rests longer and longer: 24 steps, but only a handful of attempts.
+    # The pause doubles with each fault, so 24 steps have at most 6 attempts.
     assert skipped["backing_off"] > 0
     assert calls <= 6
 
@@ -94,9 +94,12 @@ def test_nan_logits(llm: Any, texts: list, alone: Outputs, caplog, monkeypatch) 
 
 
 def test_what_one_text_has_spoilt_is_cleaned(llm: Any, texts: list, alone: Outputs) -> None:
-    """Attention on a CPU weighs what is behind a text by 0, and 0 * NaN is none."""
+    """Blocks with NaN are cleaned, so they cost drafts only once.
+
+    Attention on a CPU multiplies the values behind a text by 0, and 0 * NaN is NaN.
+    """
     source = proposer_of(llm).drafting.source
-    source.pool._suspect.clear()  # what another test has left
+    source.pool._suspect.clear()  # left by another test
     for kv in source.drafter.model._kv_caches.values():
         kv[1:] = float("nan")
     assert generate(llm, texts, greedy()) == alone
@@ -143,7 +146,7 @@ def test_tokenizer_that_raises(llm: Any, texts: list, alone: Outputs, monkeypatc
 
 
 def test_abort_during_drafting(llm: Any, texts: list, alone: Outputs, monkeypatch) -> None:
-    """A request is gone by the time its draft arrives."""
+    """The request is aborted before its draft arrives."""
     proposer = proposer_of(llm)
     real = proposer.propose_batch
     core = llm.llm_engine
@@ -171,14 +174,14 @@ def test_abort_during_drafting(llm: Any, texts: list, alone: Outputs, monkeypatc
 
 @pytest.mark.full
 def test_soak_leaks_neither_memory_nor_blocks(llm: Any, texts: list) -> None:
-    """2,000 short requests: the pool ends all but empty, and neither Python nor the process grows.
+    """After 2,000 short requests the pool is almost empty, and memory has hardly grown.
 
-    Each new batch shape makes oneDNN keep a compiled kernel, up to a bound of its own, so the
-    process is given some requests to settle and some room.
+    oneDNN keeps a compiled kernel for each new batch shape, up to its own bound. So 1,000 requests
+    run before the first measurement, and the process may grow by 128 MiB.
     """
 
     def serve(count: int) -> tuple[int, int]:
-        """Serves requests that no other shares text with; returns Python's blocks and the RSS."""
+        """Serve requests without common prefixes. Return Python's memory blocks and RSS, bytes."""
         for start in range(0, count, 250):
             served.append(start)
             batch = [f"{len(served)} {i} {texts[i % 8][: 40 + i % 60]}" for i in range(250)]
@@ -191,7 +194,7 @@ def test_soak_leaks_neither_memory_nor_blocks(llm: Any, texts: list) -> None:
     proposer = proposer_of(llm)
     settled_blocks, settled_rss = serve(1000)
     blocks, rss = serve(2000)
-    # A forgotten request state would be hundreds of Python blocks, 2,000 times.
+    # A request state that is not released takes hundreds of Python blocks, here 2,000 times.
     assert blocks - settled_blocks < 40_000
     assert rss - settled_rss < 128 << 20, f"{(rss - settled_rss) >> 20} MiB"
     generate(llm, texts[:1], greedy(max_tokens=4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a drafter that no tensor fills are named; whole checkpoints of any kind load."""
+"""Start-up names each parameter of the drafter without a tensor; complete checkpoints load."""
 
 import json
 import re
@@ -27,7 +27,7 @@ ATTENTION, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """As in a worker on a CPU: a group of one rank, and no accelerator whose cache could go."""
+    """A group of one rank, as in a worker on a CPU, without a cache of an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
@@ -48,7 +48,7 @@ def load(folder: Path, dtype: str = "bfloat16", **arguments: Any) -> None:
 
 
 def blank(folder: Path, **arguments: Any) -> str:
-    """The parameters that a refusal names."""
+    """Return the parameters that the refusal names."""
     with pytest.raises(ConfigError) as refused:
         load(folder, **arguments)
     said = re.fullmatch(
@@ -64,7 +64,7 @@ def blank(folder: Path, **arguments: Any) -> str:
 def written(
     folder: Path, demo_pair: Path, change: Callable[[Tensors], Any] = len, **config: Any
 ) -> Path:
-    """The demo drafter with other weights, or another configuration."""
+    """A copy of the demo drafter with changed weights or configuration."""
     shutil.copytree(demo_pair / "drafter", folder)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -98,7 +98,7 @@ def test_what_is_missing_is_named(
 
 
 def test_a_file_of_several_is_missing(demo_pair: Path, tmp_path: Path) -> None:
-    """With no index that would name it."""
+    """The checkpoint has no index that lists the missing file."""
     few = lambda tensors: [tensors.pop(n) for n in list(tensors) if n != EMBEDDING]  # noqa: E731
     found = blank(written(tmp_path / "drafter", demo_pair, few))
     assert found.startswith("model.layers.0.self_attn.qkv_proj.weight, ")
@@ -106,7 +106,7 @@ def test_a_file_of_several_is_missing(demo_pair: Path, tmp_path: Path) -> None:
 
 
 def test_whole_ones_load(demo_pair: Path, tmp_path: Path) -> None:
-    """Heads that are tied or not, files of every kind, and formats that read no tensors."""
+    """Tied and separate heads, all file formats, and a load format that reads no tensors."""
 
     def with_head(tensors: Tensors) -> None:
         tensors[HEAD] = tensors[EMBEDDING].clone()
@@ -183,7 +183,7 @@ _QUANTISED: dict[str, tuple[dict[str, Any], Callable[[int, int], Tensors], str]]
 
 @pytest.mark.parametrize("kind", _QUANTISED)
 def test_quantised_ones(kind: str, demo_pair: Path, tmp_path: Path) -> None:
-    """They load although scales of the KV cache have no tensor; what lacks a tensor is named."""
+    """They load without scales of the KV cache. Other parameters without a tensor are named."""
     quantisation, parts_of, part = _QUANTISED[kind]
 
     def quantise(tensors: Tensors) -> None:

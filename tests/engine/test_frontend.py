@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own EngineArgs with our configuration: accepted, carried to workers, or refused early."""
+"""vLLM's EngineArgs with the plugin's configuration: accepted, sent to workers, or refused."""
 
 import copy
 import json
@@ -47,9 +47,9 @@ def test_accepted_and_carried_along(make, demo_pair: Path) -> None:
     assert first.num_speculative_tokens == 3
     assert first.hetero.model == str(demo_pair / "drafter")
     assert first.drafter_model_config.model == str(demo_pair / "drafter")
-    # The drafter's context is bounded by what the target's can need, not by its own maximum.
+    # The target's context bounds the drafter's. The drafter's own maximum does not.
     assert 1024 < first.drafter_model_config.max_model_len <= 2048
-    # The user's dictionary is as it was: a second configuration means the same.
+    # The user's dictionary is not changed, so a second configuration is equal.
     assert args.speculative_config == before
     second = args.create_engine_config().speculative_config
     assert second.hetero == first.hetero
@@ -60,7 +60,10 @@ def test_accepted_and_carried_along(make, demo_pair: Path) -> None:
 
 
 def test_the_plugin_is_where_the_configuration_is(make, demo_pair: Path, tmp_path: Path) -> None:
-    """Ray Serve's replicas unpickle it in a process in which vLLM has loaded no plugin."""
+    """The configuration registers the plugin when it is unpickled.
+
+    Ray Serve's replicas unpickle it in a process in which vLLM has loaded no plugin.
+    """
     carried = tmp_path / "config"
     config = make(slem(demo_pair / "drafter")).create_engine_config().speculative_config
     program = (
@@ -96,7 +99,7 @@ def test_dashes_are_underscores(make, demo_pair: Path) -> None:
 
 
 def test_our_method_in_a_key_that_neither_has_is_refused(make, demo_pair: Path) -> None:
-    """vLLM would say that the key is unexpected, and no more."""
+    """vLLM's own refusal only reports an unexpected key."""
     spec = {"method": "draft_model", "heterogeneous_vocab_method": "slem", "model": "D"}
     with pytest.raises(ConfigError, match=r'heterogeneous_vocab_method is no key .*write "method"'):
         make(spec | {"num_speculative_tokens": 3}).create_engine_config()
@@ -241,7 +244,7 @@ def test_bad_drafters_fail_before_anything_loads(make, demo_pair: Path, tmp_path
 
 
 def test_an_engine_without_text_has_a_drafter(make, demo_pair: Path, tmp_path: Path) -> None:
-    """Translation reads the target's tokenizer by itself."""
+    """Translation loads the target's tokenizer itself."""
     args = make(slem(demo_pair / "drafter"), skip_tokenizer_init=True)
     config = args.create_engine_config()
     assert config.model_config.skip_tokenizer_init
@@ -289,7 +292,7 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         make(slem(drafter), pipeline_parallel_size=2).create_engine_config()
     config = make(None).create_engine_config()
-    for key, value in (  # refused by vLLM itself on a CPU
+    for key, value in (  # vLLM itself refuses these on a CPU
         ("enable_elastic_ep", True),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),
@@ -325,7 +328,7 @@ def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(
 def test_parameters_that_v1_leaves_out_of_drafts_are_refused_there(
     make, demo_pair: Path, params: dict[str, Any]
 ) -> None:
-    """On V2 (`laws_v2.py` serves them there) drafts are verified under every parameter."""
+    """Model Runner V2 verifies drafts with every parameter; `laws_v2.py` tests that."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
@@ -351,7 +354,7 @@ def test_what_requests_ask_of_us_is_checked(make, demo_pair: Path) -> None:
     config = make(slem(demo_pair / "drafter")).create_engine_config().speculative_config
     for wrong in ({LOOKAHEAD_ARG: 2.5}, {"hetero_spec_lookahed": 2}):
         asked = SamplingParams(extra_args=wrong)
-        asked._validate_spec_decode(None)  # another engine's requests are none of our business
+        asked._validate_spec_decode(None)  # requests of other engines are not checked
         for config.takes_all_params in (True, False):
             with pytest.raises(VLLMValidationError, match="hetero_spec_lookahead"):
                 asked._validate_spec_decode(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzy verification in the engine: lossy as asked for, announced, and accounted for."""
+"""Fuzzy verification in the engine: its threshold sets the loss, which is logged and counted."""
 
 import logging
 import re
@@ -28,7 +28,10 @@ def test_the_threshold_decides_what_is_lost(
     threshold: float,
     lossless: bool,
 ) -> None:
-    """At 0 the target's law is kept; at more than log 2 every draft passes. Every request tells."""
+    """At 0 samples follow the target's distribution; above log 2 every draft token is accepted.
+
+    The log contains one line for each request.
+    """
     (model, start), tokens = load(chain_pair / "target", PROMPT), unknown(chain_pair / "target")
     unwritten = third_is_one_of(model, start, Setting(1.0), tokens)
     assert missed(unwritten, {True: 0.0, False: 1.0}, SAMPLES) < MISSED
@@ -37,14 +40,14 @@ def test_the_threshold_decides_what_is_lost(
     spec = slem(chain_pair / "drafter", 3, method="tli", verification=verification)
     room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}
     with engine(chain_pair / "target", spec, **room) as llm:
-        said = capfd.readouterr()  # where vLLM logs to; pytest's own streams in a later engine
+        said = capfd.readouterr()  # vLLM's log; a later engine logs to pytest's own streams
         assert "LOSSY" in said.out + said.err + caplog.text
-        logger = logging.getLogger("vllm.hetero_spec")  # vLLM has set it up by now
+        logger = logging.getLogger("vllm.hetero_spec")  # vLLM has configured it before
         monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
         profile(llm)
         caplog.set_level(logging.INFO, logger.name)
         outputs = llm.generate([PROMPT] * SAMPLES, params, use_tqdm=False)
-        llm.generate([PROMPT], params, use_tqdm=False)  # the step that reports those before it
+        llm.generate([PROMPT], params, use_tqdm=False)  # its step reports the requests before it
         stats, gained = read_stats(llm), metrics_of(llm)
     drawn = [output.outputs[0].token_ids for output in outputs]
     assert follows(counted(drawn), law_of(model, start, Setting(1.0))) or not lossless

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guesses of where a chain is left: as good as any other choice of so many."""
+"""`choose_guesses` returns the tokens at which the target most likely leaves a chain.
+
+No other choice of as many tokens has a higher hit rate.
+"""
 
 import math
 import random
@@ -11,7 +14,7 @@ from vllm_hetero_spec.engine.ahead.server_requests import Alternative, BranchPoi
 def hit_rate(
     rivals: list[Alternative], follows: list[float], chosen: set[tuple[int, int]]
 ) -> float:
-    """The probability that the target leaves the chain by one of the chosen tokens."""
+    """Return the probability that the target leaves the chain at one of the chosen tokens."""
     reached, rate = 1.0, 0.0
     for place, rival in enumerate(rivals):
         shares = zip(rival.tokens, rival.shares, strict=True)

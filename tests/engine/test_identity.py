@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy output is the target's own, token by token, whatever the engine goes through.
+"""Greedy output equals the target's own, token by token, in each scenario.
 
-One engine per way of speculating runs all scenarios; every scenario is then compared on its own.
+One engine for each way of speculation runs all scenarios. Each scenario is compared in its own
+test.
 """
 
 from collections import defaultdict
@@ -21,13 +22,13 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 pytestmark = pytest.mark.engine
 
 LOOKAHEAD = 4
-# The least share of proposed tokens that must be accepted where the drafter is the target. Through
-# text the target has to write what it means canonically: each of its tokens that its own tokenizer
-# would not have written costs at most the draft it is in.
+# Lowest acceptance rates if the drafter is the target. If drafts are translated through text, each
+# token that the target's own tokenizer would not produce costs at most one draft. THROUGH_TEXT is
+# the rate of all scenarios together, THROUGH_TEXT_EACH the rate of one scenario.
 IDENTITY = 0.995
 THROUGH_TEXT, THROUGH_TEXT_EACH = 0.97, 0.85
 ALL = [*ROOMY, *TIGHT]
-FAST = {  # scenarios of the fast tier, by way
+FAST = {  # scenarios of the fast tier, by way of speculation
     "pair": {
         "batch 8",
         "joining and aborting",
@@ -40,7 +41,7 @@ FAST = {  # scenarios of the fast tier, by way
 
 
 def of_each_scenario(*ways: str) -> pytest.MarkDecorator:
-    """Parametrize a test by way of speculating and scenario, each with its tier."""
+    """Parametrize a test by way of speculation and scenario, each with its tier."""
     marks = {True: (), False: pytest.mark.full}
     return pytest.mark.parametrize(
         ("way", "scenario"),
@@ -53,7 +54,10 @@ def of_each_scenario(*ways: str) -> pytest.MarkDecorator:
 
 
 def selected(request: pytest.FixtureRequest) -> dict[str, set[str]]:
-    """Scenarios that the selected tests of this file compare, by way; all if one compares all."""
+    """Return the scenarios that the selected tests of this file compare, by way of speculation.
+
+    If a selected test compares all scenarios, return all.
+    """
     found = defaultdict[str, set[str]](set)
     for item in request.session.items:
         if item.path == request.path:
@@ -69,7 +73,10 @@ def selected(request: pytest.FixtureRequest) -> dict[str, set[str]]:
 def runs(
     request: pytest.FixtureRequest, demo_pair: Path, prompts: list[str], code_prompts: list[str]
 ) -> Callable[[str], Run]:
-    """way -> scenario -> token ids, and what the counters gained meanwhile; run when asked for."""
+    """Return a function: way -> scenario -> token ids and the growth of the counters.
+
+    An engine runs at the first call for its way.
+    """
     scenarios = selected(request)
     target, drafter = demo_pair / "target", demo_pair / "drafter"
     ways: dict[str, tuple[dict | None, list[str]]] = {
@@ -106,7 +113,7 @@ def test_same_tokens_as_the_target_alone(runs: Callable, way: str, scenario: str
 
 @pytest.mark.full
 def test_same_tokens_beside_a_drafter_in_its_own_process(runs: Callable) -> None:
-    """Whatever it has drafted in time."""
+    """The output does not depend on which drafts are ready in time."""
     for scenario, (alone, _) in runs("alone").items():
         found, gained = runs("process")[scenario]
         assert found == alone, scenario
@@ -139,18 +146,18 @@ def test_the_same_through_text(runs: Callable, tokenizer: TextTokenizer) -> None
         uncanonical = sum(count for count, _ in each)
         rejected.append(proposed - gained["num_accepted_tokens"])
         costs = uncanonical
-        if scenario == "penalties":  # other tokens than the target's are counted ever after
+        if scenario == "penalties":  # drafter and target count different tokens from there on
             costs = sum(length for count, length in each if count)
         allowed.append(LOOKAHEAD * costs)
         assert rejected[-1] <= (1 - THROUGH_TEXT_EACH) * proposed + allowed[-1], scenario
         spoilt, written = spoilt + uncanonical, written + sum(map(len, outputs.values()))
     proposed = sum(gained["num_draft_tokens"] for _, gained in runs("forced text").values())
     assert sum(rejected) <= (1 - THROUGH_TEXT) * proposed + sum(allowed)
-    assert spoilt < written / 4  # else this says nothing
+    assert spoilt < written / 4  # otherwise the bound above allows all rejections
 
 
 def _uncanonical(ids: list[int], tokenizer: TextTokenizer) -> int:
-    """Tokens that the tokenizer would not have put where they are."""
+    """Return the number of tokens that the tokenizer would not produce at their place."""
 
     def spans(tokens: list[int]) -> set[tuple[int, int]]:
         ends = list(accumulate(len(tokenizer.token_bytes[t]) for t in tokens))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's KV beside the texts it stands for, and what is drafted beside what is drafted anew.
+"""The drafter's KV and drafts equal those that are computed anew from the ids of each text.
 
-Requests come, go, wait, are given other texts and share beginnings; targets accept what they like,
-pools are small, and texts outgrow what is read of them. Behind every round all KV that a request
-holds, and every token that was picked, is what the toy drafter makes of the ids alone.
+Requests start, end, pause, change their texts and share prefixes at random. The target accepts any
+part of a draft, pools are small, and texts exceed the drafter's context. After each round the test
+checks all KV of each request and each token that the toy drafter chose.
 """
 
 import random
@@ -44,11 +44,11 @@ DRAFTER = toy(
 
 
 class ToyOfTexts(ToyDrafterModel):
-    """A toy that is told how its KV is made of ids alone."""
+    """A toy drafter that can also compute KV and logits from the ids of a text alone."""
 
     @lru_cache(1 << 14)  # noqa: B019
     def anew(self, ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV [layers, 2, n, width] of a text, and logits [n, V] behind each of its tokens."""
+        """Return KV [layers, 2, n, width] of a text, and logits [n, V] after each of its tokens."""
         hidden = self.embedding[list(ids)] + self.places[: len(ids)]
         seen = torch.ones(len(ids), len(ids)).tril().bool()
         kv = []
@@ -61,7 +61,7 @@ class ToyOfTexts(ToyDrafterModel):
 
 
 class World:
-    """A drafter, its requests, and a target that writes at random."""
+    """A drafter, its requests, and a target that generates random tokens."""
 
     def __init__(self, seed: int, *, graphs: bool, sampled: bool, beside: int) -> None:
         self.chance = chance = random.Random(seed)
@@ -111,7 +111,7 @@ class World:
         self._watch()
 
     def _watch(self) -> None:
-        """Note what each call of the decode loop is for, and what came of it."""
+        """Record the rows of each call of the decode loop, and check its drafts."""
         begin, finish = self.drafter.begin, self.drafter.finish
 
         def begun(rows: Sequence[DraftRow], control: Any = None) -> None:
@@ -130,7 +130,7 @@ class World:
         self.drafter.finish = finished  # type: ignore[method-assign]
 
     def check(self, row: DraftRow, text: list[int], tokens: DrafterTokens) -> None:
-        """One row's tokens."""
+        """Check the draft of one row."""
         state = row.task.state
         known = len(state.context.ids) - (row.choose is None)
         assert text[:known] == state.context.ids[:known] or not row.steps
@@ -148,7 +148,7 @@ class World:
             self.seen["own picks"] += 1
             return
         self.greedy(base, drafted, 1)
-        trees = self.trees._found if text == state.context.ids else {}  # of the first round
+        trees = self.trees._found if text == state.context.ids else {}  # first round only
         for fork in trees[state.req_id].forks if state.req_id in trees else ():
             self.seen["forks"] += 1
             assert fork.tokens[: fork.leaves] == drafted[: fork.leaves]
@@ -162,7 +162,7 @@ class World:
         assert drafted[first:] == best[len(base) + first - 1 : -1]
 
     def check_kv(self) -> None:
-        """All KV that requests hold, and the books of the pool."""
+        """Check all KV of the requests and the block counts of the pool."""
         refs = Counter[int]()
         for state in self.requests._states.values():
             if state.sequence is None:
@@ -187,19 +187,19 @@ class World:
         assert len(free) + len(cached) + len(refs) == self.pool.capacity
 
     def _check_findable(self) -> None:
-        """Whoever finds a block by its text has the KV of that."""
+        """Check that a block that is found by a text contains the KV of that text."""
         named = {uid: self.pool._name_of[block] for block, uid in self.pool._uid_of.items()}
         for name, block in self.pool._by_name.items():
             parent, ids = name
             while parent in named:
                 parent, before = named[cast(int, parent)]
                 ids = before + ids
-            if isinstance(parent, tuple):  # else what it stands behind has been evicted
+            if isinstance(parent, tuple):  # otherwise a block before it was evicted
                 kept = self.model.cache[:, :, block * SIZE : (block + 1) * SIZE]
                 assert torch.allclose(kept, self.model.anew(ids)[0][:, :, -SIZE:], atol=1e-9)
 
     def step(self) -> None:
-        """A step of the target, and what is drafted behind it."""
+        """Run a step of the target and the drafting round after it."""
         chance = self.chance
         self._come_and_go()
         batch = chance.sample(sorted(self.texts), chance.randint(1, len(self.texts)))
@@ -210,7 +210,7 @@ class World:
                 draft = self.drafts.get(name, [])
                 text += draft[: chance.randint(0, len(draft))]
                 text += chance.choices(range(TARGET.vocab_size - 1), k=1)
-            if chance.random() < 0.02:  # a conversation goes on with another text
+            if chance.random() < 0.02:  # a request continues with another text
                 text[len(text) // 2] = chance.randrange(TARGET.vocab_size - 1)
                 del text[-3:-1]
                 before = len(text)

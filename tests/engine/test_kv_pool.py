@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's block pool against a model that knows what every block must hold."""
+"""The drafter's block pool, compared with a model of the contents of each block."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,7 +48,7 @@ def test_rolling_back_into_a_published_block_gives_it_up() -> None:
     pool.publish(table, ids, 8)
     assert pool.rollback(table, 6) == 4
     assert len(table.blocks) == 1
-    # The block that was given up still serves others.
+    # Other requests still find the released block.
     assert pool.open([*ids, 9], None)[1] == 8
 
 
@@ -71,7 +71,7 @@ def test_suspect_blocks_are_cleaned_once_before_they_are_handed_out() -> None:
 
 
 def test_what_nobody_looked_at_is_cleaned_as_well() -> None:
-    """Of a text that ended while it was read."""
+    """These are the blocks of a request that ended during its prefill."""
     cleaned: list[int] = []
     pool = KVPool(6, SIZE, cleaned.extend)
     for sound in (True, False):
@@ -86,7 +86,7 @@ def test_what_nobody_looked_at_is_cleaned_as_well() -> None:
 
 
 def test_no_suspect_block_is_found_by_its_prefix() -> None:
-    """Published KV, if logits were not finite since, or if they were never checked."""
+    """A published block is suspect if later logits were not finite, or if none were checked."""
     ids = list(range(3 * SIZE))
     for sound in (True, False):
         cleaned: list[int] = []
@@ -107,7 +107,7 @@ def test_no_suspect_block_is_found_by_its_prefix() -> None:
 
 
 def test_checked_blocks_stay_findable_behind_a_read_that_was_not() -> None:
-    """Of a request that ends in a round that reads its last tokens, and drafts nothing."""
+    """The request ends in a round that reads its last tokens and drafts nothing."""
     ids, pool = list(range(3 * SIZE)), KVPool(8, SIZE)
     table, _ = pool.open(ids, None)
     pool.grow(table, len(ids))
@@ -140,7 +140,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
     assert within.copy == (table.blocks[2], within.table.blocks[2])
     assert table.blocks[2] != within.table.blocks[2]
     assert pool.held == 4
-    # What a fork still reads is not written by the sequence that it came from.
+    # A sequence does not write to blocks that its fork still reads.
     assert pool.rollback(table, 6) == 4
     assert pool.held == 3
     pool.adopt(table, within.table)
@@ -165,7 +165,7 @@ def test_what_a_fork_outlives_and_others_find_is_not_written() -> None:
     assert pool.grow(table, 8)
     fork = pool.fork(table, 8)
     assert fork is not None
-    pool.publish(table, ids, 8)  # the fork's list of names knows nothing of it
+    pool.publish(table, ids, 8)  # the fork's own list of names does not contain it
     pool.close(table)
     assert pool.rollback(fork.table, 5) == 4
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances that hand KV to each other: what is handed on is the target's, never the drafter's."""
+"""KV transfer between instances: they transfer the target's KV, never the drafter's."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def requests(demo_pair: Path, prompts: list[str]) -> list[dict[str, Any]]:
 
 
 def one_by_one(llm: Any, requests: list[dict[str, Any]]) -> Outputs:
-    """Each request joins while those before it are drafted for."""
+    """Return the outputs. A request starts every four steps, while earlier ones have drafts."""
     engine, found, waiting = llm.llm_engine, {}, list(enumerate(requests))
     while waiting or engine.has_unfinished_requests():
         if waiting:
@@ -54,13 +54,13 @@ def one_by_one(llm: Any, requests: list[dict[str, Any]]) -> Outputs:
 def test_transferred_kv_is_the_targets(
     demo_pair: Path, requests: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    # A prompt of which all but a token is cached: vLLM fills its first step up with -1, as drafts.
+    # Of this prompt only the last token is not cached. vLLM pads its first step with drafts of -1.
     cached = [{"prompt_token_ids": requests[0]["prompt_token_ids"][: 6 * 32 + 1]}]
     with engine(demo_pair / "target") as llm:
         alone, cached_alone = (generate(llm, asked, greedy()) for asked in (requests, cached))
     spec = slem(demo_pair / "drafter")
     with engine(demo_pair / "target", spec, **sharing(tmp_path)) as llm:
-        # As on a GPU, where drafts begin while the connector still stores the step.
+        # As on a GPU: drafting begins while the connector still stores the KV of the step.
         proposer_of(llm).drafting.source.drafter.waits = True
         assert one_by_one(llm, requests) == alone
         assert metrics_of(llm)["num_accepted_tokens"] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of samples on Model Runner V2, in a process of its own: see `laws_v2.py`."""
+"""Distributions of samples on Model Runner V2: run `laws_v2.py` in its own process."""
 
 import os
 import subprocess
@@ -14,7 +14,11 @@ pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(36_000 i
 
 @pytest.mark.parametrize("way", ["installed", "ahead", "0.33"])
 def test_samples_of_v2_follow_the_targets_law(way: str, request: pytest.FixtureRequest) -> None:
-    """Of the other release what shows that its sampler takes ours: the law has no release."""
+    """Run all tests on the installed release, and a few on vLLM 0.33.
+
+    The distribution does not depend on the release. The few tests show that its sampler calls the
+    plugin's.
+    """
     pytest.importorskip("triton")
     chosen = {
         "installed": "not slrs" if not LONG else "",

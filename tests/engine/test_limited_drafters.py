@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter with little memory or a short context drafts what it can; every request ends right."""
+"""A drafter with little memory or a short context has fewer drafts; all outputs are right."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_pool_too_small(demo_pair: Path, texts: list, alone: Outputs, caplog) -> None:
-    """Room for one short sequence: most requests go undrafted, all end right."""
+    """The pool holds one short sequence. Most requests have no drafts; all outputs are right."""
     spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=1)
     with (
         pytest.raises(Exception, match="less than two KV blocks"),
@@ -39,7 +39,7 @@ def test_pool_too_small(demo_pair: Path, texts: list, alone: Outputs, caplog) ->
 def test_blocks_of_a_size_of_its_own(
     demo_pair: Path, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM settles a model's block size by its attention backends, the drafter's by its own."""
+    """The drafter's own attention backends determine its block size."""
     settle = current_platform.update_block_size_for_backend
 
     def settled(config: VllmConfig) -> None:
@@ -67,7 +67,10 @@ def _block_bytes(demo_pair: Path) -> int:
 def test_a_text_outgrows_the_drafters_context(
     demo_pair: Path, texts: list, code_prompts: list, alone: Outputs, drafter: str, method: str
 ) -> None:
-    """The drafter goes on from its last part, in no more memory, with equal tokenizers too."""
+    """The drafter continues with the last part of the text, within its context.
+
+    This also holds if both tokenizers are equal.
+    """
     bound = 96
     long = code_prompts[0][:1200]
     params = [greedy(max_tokens=200, ignore_eos=True), greedy(max_tokens=60, presence_penalty=0.5)]
@@ -91,7 +94,7 @@ def test_a_text_outgrows_the_drafters_context(
         stats = read_stats(llm)
         assert max(lengths) < bound
         tokens = stats["catch_up_tokens"] - before["catch_up_tokens"]
-        assert tokens < 4 * (4 * 200 + 4 * 60)  # each token about twice
+        assert tokens < 4 * (4 * 200 + 4 * 60)  # each token is read about twice
         assert "drafter_length" not in stats["skipped"]
         gained = metrics_of(llm)
         length = 1 + gained["num_accepted_tokens"] / gained["num_drafts"]

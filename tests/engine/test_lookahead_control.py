@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far to draft, in the engine: what is learnt, what requests ask for, nothing lost by it."""
+"""Draft lengths in the engine: observations for the controller, plans, and limits of requests.
+
+The tests with engines check that the output stays the target's.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +42,7 @@ from vllm_hetero_spec.trees.values import TreeValues
 
 
 class Scripted(Fixed):
-    """Drafts by a script, and keeps what it is told."""
+    """A controller with scripted draft lengths that records its observations."""
 
     learns_first = False
 
@@ -83,16 +86,17 @@ def step_of(
     lookahead: int = 4,
     buckets: Sequence[int] = (),
 ) -> StepView:
-    """A step in which each request sampled so much, b at random; all computed but what `rows` says.
+    """Return a step in which each request sampled these tokens; only request `b` is random.
 
     Args:
         sampled: Target ids by request.
-        drafted: Tokens of each draft that was verified.
-        rows: Tokens computed in the step.
+        drafted: Length of each draft that was verified, by request.
+        rows: Tokens computed in the step; by default, those that were sampled or drafted.
         new: The requests are new in this step.
-        asked: What requests ask for themselves.
-        seconds: Of the target, and of the whole step.
-        lookahead: See `StepView`, as `buckets`.
+        asked: Draft lengths that requests set themselves.
+        seconds: Time of the target, and of the whole step.
+        lookahead: See `StepView`.
+        buckets: See `StepView`.
     """
     drafted, asked = drafted or {}, asked or {}
     requests = [
@@ -129,7 +133,7 @@ def test_steps_with_prompts_in_them_teach_nothing() -> None:
     control = LookaheadControl(controller, can_stop_early=False)
     control.observe(step_of({"a": [1], "b": [1]}, rows=30, new=True))
     control.observe(step_of({"a": [7, 8, 1], "b": [1]}, {"a": 3}))
-    control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and reads again
+    control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and is prefilled again
     control.learn()
     assert controller.steps == [(2, 5)]
     assert controller.tokens == [4]
@@ -137,7 +141,7 @@ def test_steps_with_prompts_in_them_teach_nothing() -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_what_a_step_teaches_is_learnt_when_drafts_have_begun(first: bool) -> None:
-    """Before the plan only where that hangs on it."""
+    """It is learnt before the plan only if the controller has `learns_first`."""
     controller = Scripted(4)
     controller.learns_first = first
     control, step = LookaheadControl(controller, can_stop_early=False), step_of({"a": [1]})
@@ -149,7 +153,7 @@ def test_what_a_step_teaches_is_learnt_when_drafts_have_begun(first: bool) -> No
 
 
 def test_other_batches_come_before_a_draft_is_verified() -> None:
-    """With pipeline stages; what is not there any more is forgotten."""
+    """This happens with pipeline stages. Drafts of requests that have ended are forgotten."""
     controller = Scripted(4, 0)
     control = LookaheadControl(controller, can_stop_early=False)
 
@@ -162,7 +166,7 @@ def test_other_batches_come_before_a_draft_is_verified() -> None:
     control.trim(drafts_of({"a": 4, "c": 4}, 0.9))
     controller.learns_first = True
     observed({"b": [1]}, None, live="ab")
-    observed({"c": [1]}, {"c": 0}, live="abc")  # another request of that name
+    observed({"c": [1]}, {"c": 0}, live="abc")  # another request with the same name
     assert controller.verified == []
     observed({"a": [1, 2, 3]}, {"a": 4}, live="abc")
     assert controller.verified == [(4, 2)]
@@ -177,7 +181,10 @@ def precomputed(controller: Controller) -> tuple[LookaheadControl, PrecomputedDr
 
 
 def test_drafts_that_were_not_there_are_learnt_from() -> None:
-    """But for what a request asks for. Nothing has a price here: nothing is waited for."""
+    """They count as drafts of length 0, unless the request sets its own draft length.
+
+    This controller has no costs, so the target never waits for a draft.
+    """
     controller = Scripted(4)
     control, ahead = precomputed(controller)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
@@ -190,7 +197,7 @@ def test_drafts_that_were_not_there_are_learnt_from() -> None:
 
 
 def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
-    """Nothing is waited for but by one that the drafter is not done with in two steps."""
+    """The target waits only if the drafter has not finished the probe after two steps."""
     controller = Scripted(3, 3, 0, probe=True)
     control, ahead = precomputed(controller)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
@@ -216,18 +223,18 @@ def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
     assert not_there(both) == (0, 0.0)
     assert planned() == [3, 3, 2]
     assert len(controller.script) == 1
-    assert not_there(both, {"b"}) == (0, 0.0)  # the text went another way: that is an answer
+    assert not_there(both, {"b"}) == (0, 0.0)  # the text differs from the draft, which is a result
     assert controller.verified == [(0, 0)]
     assert planned() == [0, 0, 2]
     controller.script = [3]
     assert planned() == [3, 3, 2]
-    assert not_there({"a": 3}) == (0, 0.0)  # as b's draft is
+    assert not_there({"a": 3}) == (0, 0.0)  # b's draft is ready
     assert planned() == [0, 0, 2]
     assert controller.verified == [(0, 0)]
 
 
 def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
-    """Prices come from what was seen: what is not exposed costs nothing, and is still timed."""
+    """Costs come from observed times. Drafting that is not exposed costs nothing, but is timed."""
     costs = CostModel(target=[(1, 0.05), (8, 0.05)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
     control, ahead = precomputed(Goodput(known))
@@ -237,7 +244,7 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
         control.plan(step, [0])
         timing = DraftTiming(0.04, 0.001, 5, 10, 0, exposed=0.0)
         ahead.drafted(timing, drafts_of({"a": 4}, 0.9))
-    assert costs.drafter(1) == pytest.approx(0.008, rel=0.3)  # of a forward, beside the target
+    assert costs.drafter(1) == pytest.approx(0.008, rel=0.3)  # of a forward while the target runs
     assert costs.drafting(1, known.steps.expected(4)) == pytest.approx(0.003, abs=0.003)
     while not known.acceptance.late.due:
         assert ahead.wait({"a": 4}, 1.0, 0) == (0, 0.0)
@@ -248,7 +255,7 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
 
 
 def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
-    """None that was there, nor one that did not come."""
+    """Drafts that were ready, or that did not arrive, do not change these rates."""
     costs = CostModel(target=[(1, 0.05), (8, 0.06)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
     late = known.acceptance.late
@@ -292,7 +299,7 @@ def test_what_requests_ask_for_goes_first() -> None:
 
 
 def test_who_has_ended_is_left_alone() -> None:
-    """Neither read nor drafted for; what coming requests will want is still asked for."""
+    """It is neither read nor drafted for. If all have ended, the requested length stays."""
     ended = {
         "a": RequestParams(0, end_ids=frozenset({7})),
         "b": RequestParams(0, max_tokens=5),
@@ -324,7 +331,7 @@ def test_the_controller_is_told_whether_trees_have_room() -> None:
 
 
 def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
-    """Scheduled ahead, what is asked for comes a step or two later."""
+    """With asynchronous scheduling, a requested length applies one or two steps later."""
     controller = Scripted(3, 1, 4, 0, 2)
     control = LookaheadControl(controller, can_stop_early=False)
 
@@ -335,17 +342,17 @@ def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
 
     assert planned(0) == ([0, 0], 4)
     assert planned(0) == ([0, 0], 4)
-    assert planned(4) == ([3, 3], 4)  # as it was planned
+    assert planned(4) == ([3, 3], 4)  # the plan that waited
     assert planned(4) == ([1, 1], 2)
-    assert planned(2) == ([2, 2], 4)  # what can be had, until more can
+    assert planned(2) == ([2, 2], 4)  # the possible length, until a longer one is possible
     assert planned(4) == ([0, 0], 0)
     assert planned(4) == ([2, 2], 2)
     assert controller.script == []
-    assert planned(2, b=3) == ([0, 2], 4)  # of a request's own
+    assert planned(2, b=3) == ([0, 2], 4)  # a request's own length
 
 
 def test_what_a_request_asks_for_itself_is_no_tree() -> None:
-    """Where drafts may be trees, steps are scheduled with more rows than a chain has."""
+    """If drafts may be trees, steps are scheduled with more rows than a chain has."""
     control = LookaheadControl(Scripted(0), can_stop_early=False)
     step = step_of({"a": [1]}, lookahead=4, buckets=[0, 2, 4, 16], asked={"a": 64})
     assert control.plan(replace(step, longest=4), [0]).lookahead == [4]
@@ -371,7 +378,7 @@ def test_a_plan_is_made_anew_for_other_requests_but_for_a_probe() -> None:
 
 
 def prompted(outputs: dict[str, int]) -> StepView:
-    """A step in which each request has given so many tokens, the last of them now; 0: none yet."""
+    """Return a step in which requests have this many output tokens, the last one new; 0: none."""
     requests = [
         RequestView(name, RequestParams(0), np.arange(500 + n), 500, [1] * (n > 0))
         for name, n in outputs.items()
@@ -381,8 +388,10 @@ def prompted(outputs: dict[str, int]) -> StepView:
 
 @pytest.mark.parametrize("controller", [Fixed(4), ConfidenceStop(0.4, 4)])
 def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
-    """Nothing long is read while first tokens come, but not for ever; what is short is read once
-    nobody waits for a first token."""
+    """While first tokens are produced, long contexts are not read, up to a limit.
+
+    A short context is read, unless its request has just begun and another one has no token yet.
+    """
     control = LookaheadControl(controller, can_stop_early=False)
     long, short = 500, 40
 
@@ -405,7 +414,10 @@ def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
 
 
 def test_no_draft_holds_up_a_first_token() -> None:
-    """Who has just begun is not drafted for while another waits, whatever it asks for."""
+    """While a request waits for its first token, others that have just begun have no drafts.
+
+    This also holds if they set their own draft length.
+    """
     limits: list[list[int]] = []
 
     class Limited(Scripted):
@@ -425,7 +437,10 @@ def test_no_draft_holds_up_a_first_token() -> None:
 
 
 def test_long_contexts_are_read_for_drafts_alone() -> None:
-    """Beside drafts what is short is caught up; what is long waits for a draft of its own."""
+    """In a step with drafts, short contexts of other requests are read, too.
+
+    A long context is read only for a draft of its own request. A probe reads no other contexts.
+    """
 
     class One(Scripted):
         def plan(self, *args: Any) -> LookaheadPlan:
@@ -439,7 +454,10 @@ def test_long_contexts_are_read_for_drafts_alone() -> None:
 
 
 def test_a_draft_that_was_ended_did_not_run_dry() -> None:
-    """The controller is asked once a step, and told what was wanted only where that was drafted."""
+    """The controller receives the planned length only of drafts that it did not stop early.
+
+    It decides once for each decode step.
+    """
     told: list[tuple[Any, ...]] = []
     asked: list[int] = []
 
@@ -457,7 +475,7 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
         control.observe(step)
         control.plan(step, [0] * 2)
         assert control.continue_drafting({"a": [0.5], "b": [0.5]})
-        if not drafted:  # the second round is not asked for a second time
+        if not drafted:  # in the second round it is called only once
             assert not control.continue_drafting({"a": [0.5, 0.4], "b": [0.5, 0.4]})
         control.trim(drafts_of({"a": 2, "b": 1}, 0.5))
     assert asked == [2, 2, 2]
@@ -467,7 +485,7 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
 
 
 def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
-    """A drafter that is never sure has nothing verified, which is a lesson too."""
+    """If confidence is always 0, no draft is verified. This disables speculation, too."""
     now = 0.0
     target = [(1, 0.039), (6, 0.039), (8, 0.041), (12, 0.052), (16, 0.054), (24, 0.068), (48, 0.12)]
     costs = CostModel(target, drafter=[(1, 0.0015), (8, 0.0016)])
@@ -494,7 +512,7 @@ def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
         drafted = {draft.req_id: len(draft.tokens) for draft in control.trim(drafts)}
         took = costs.target(8, 8 + sum(drafted.values()))
         now += took
-    assert drafting[0]  # nothing is known yet, and the costs are good
+    assert drafting[0]  # nothing was observed yet, and the costs are low
     assert sum(drafting) < 12
     assert not any(drafting[50:])
 
@@ -512,13 +530,13 @@ def llm(request: pytest.FixtureRequest, demo_pair: Path, alone: Outputs) -> Any:
 @pytest.mark.full
 @pytest.mark.engine
 def test_greedy_output_is_the_targets(llm: Any, texts: list[str], alone: Outputs) -> None:
-    """Whatever is drafted, trimmed, or left alone: with all in one batch, and one by one."""
+    """Requests run in one batch and one by one, with drafts of any length or without drafts."""
     assert generate(llm, texts, greedy()) == alone
     for index, text in enumerate(texts[:3]):
         assert generate(llm, [text], greedy()) == {"0": alone[str(index)]}
     stats = read_stats(llm)
     assert set(stats["skipped"]) <= {"not_worth_it", "catching_up"}
-    # Whether so tiny a target is helped by drafts hangs on the machine: goodput may make none.
+    # Drafts may not pay for so small a target on some machines, so goodput may make none.
     if isinstance(proposer_of(llm).options.controller, ConfidenceOptions):
         assert stats["drafts"] > 0
     else:
@@ -528,7 +546,7 @@ def test_greedy_output_is_the_targets(llm: Any, texts: list[str], alone: Outputs
 @pytest.mark.full
 @pytest.mark.engine
 def test_samples_follow_the_law(llm: Any, demo_pair: Path, code_prompts: list[str]) -> None:
-    """Stopping by confidences known before the draw; the target drafts whatever it costs."""
+    """Drafting stops by confidences that are known before a token is sampled."""
     prompt, setting = code_prompts[0][:200], Setting(0.8, top_k=3)
     model, start = load(demo_pair / "target", prompt)
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=8, ignore_eos=True)
@@ -542,9 +560,9 @@ def test_samples_follow_the_law(llm: Any, demo_pair: Path, code_prompts: list[st
 @pytest.mark.full
 @pytest.mark.engine
 def test_requests_decide_for_themselves(llm: Any, texts: list[str], alone: Outputs) -> None:
-    """Off or fixed: only those that want drafts have any, of their own length.
+    """A request may disable its drafts or set their length.
 
-    One that cannot be served raises, and the engine goes on.
+    An invalid length raises an error, and the engine continues.
     """
 
     def drafts_of(wish: int) -> tuple[int, dict[int, int]]:

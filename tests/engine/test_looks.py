@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that go by: a drafter at rest costs next to nothing, and misses nothing that matters."""
+"""Skipped steps: while speculation is disabled, only some steps are read.
+
+Steps with a new request or another batch size are always read.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +25,7 @@ def test_some_of_many_steps_without_drafts_are_looked_at() -> None:
     assert first == [0, 1, 2, 64, 65, 128, 129]
     assert not looks.passes(False, 4)
     assert [looks.passes(True, 4) for _ in range(4)] == [False, False, True, True]
-    # One more of four is hardly another batch; two more are.
+    # 5 requests instead of 4 count as the same batch; 6 requests count as another one.
     assert [looks.passes(True, 5), looks.passes(True, 6)] == [True, False]
     assert [looks.passes(True, 6) for _ in range(4)] == [False, False, True, True]
 
@@ -38,7 +41,7 @@ def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
 
 @pytest.fixture
 def looked_at(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
-    """The requests of each step that was looked at, by an engine whose steps are all fast."""
+    """The requests of each step that was read. The time limit for unread steps is off."""
     proposer = proposer_of(llm)
     seen: list[list[str]] = []
     after_step, controller = proposer.after_step, proposer.controller
@@ -63,7 +66,7 @@ def steps_of(llm: Any) -> int:
 def test_a_drafter_at_rest_is_hardly_asked(
     llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
 ) -> None:
-    """And drafts in the first step behind which it is to. Every step is counted."""
+    """Every step is counted. When the controller drafts again, every step is read."""
     proposer = proposer_of(llm)
     proposer.controller = Fixed(0)
     before = read_stats(llm)
@@ -87,7 +90,10 @@ def test_a_drafter_at_rest_is_hardly_asked(
 def test_a_drafter_at_rest_sees_who_comes(
     llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
 ) -> None:
-    """One that wants drafts has them from its first token on, and rest is over meanwhile."""
+    """A request with its own draft length has drafts from its first token on.
+
+    Until it ends, every step is read.
+    """
     proposer_of(llm).controller = Fixed(0)
     driver, found, steps = llm.llm_engine, dict[str, list[int]](), 0
     driver.add_request("0", texts[0], greedy(max_tokens=200, ignore_eos=True))
@@ -114,8 +120,10 @@ def test_a_drafter_at_rest_sees_who_comes(
 def test_requests_come_and_go_while_the_drafter_rests(
     llm: Any, looked_at: list[list[str]], code_prompts: list[str]
 ) -> None:
-    """It looks at each new one, at another batch, and else now and then; nothing is kept of who
-    has gone."""
+    """Steps with a new request or another batch are read, and a few others.
+
+    No state of ended requests is kept.
+    """
     proposer = proposer_of(llm)
     proposer.controller = Fixed(4)
     drafted = joining_and_aborting(llm, code_prompts)

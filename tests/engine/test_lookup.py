@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that were made ahead are found as if every line beside a chain were read and compared."""
+"""`Lookup` finds the same precomputed draft as a comparison with all lines of the table."""
 
 import os
 import random
@@ -27,13 +27,13 @@ SERIAL = 7
 
 
 class Lines(NamedTuple):
-    """A table of one text."""
+    """A draft table with one request."""
 
     table: DraftTable
     text: RemoteRequest
 
     def all(self) -> list[tuple[int, list[int], list[float], list[bytes]]]:
-        """Of each line that is of the text as told: its guess, ids, peaks and rows."""
+        """Return guess, ids, peaks and rows of each line that belongs to the current text."""
         text, lines = self.text, []
         chain = text.drafted, text.peaks, text.rows
         for rank in range(1 + SIDES):
@@ -59,7 +59,7 @@ def lines() -> Lines:
 
 
 def may_follow(context: object, token: int, known: int) -> bool:
-    """As a bridge would say."""
+    """Stand-in for `may_follow` of a bridge."""
     return (token + known) % 5 < 4
 
 
@@ -75,7 +75,7 @@ def look_up(lines: Lines) -> Lookup:
 def task_of(
     text: RemoteRequest, written: list[int], held: bytes = b"", *, drawn: bool
 ) -> DraftTask:
-    """A request that is drafted for, whose target has written so many tokens."""
+    """Return the task of a request whose target has generated these tokens."""
     context = SimpleNamespace(ids=written, held=held)
     sequence = SimpleNamespace(table=text)
     state: Any = SimpleNamespace(req_id="", context=context, num_kv_valid=0, sequence=sequence)
@@ -84,7 +84,10 @@ def task_of(
 
 
 def fill(lines: Lines, chance: random.Random) -> None:
-    """Guesses that leave the chain, some of a commit before, and some behind what was not told."""
+    """Fill the table with guesses that leave the chain.
+
+    Some belong to an earlier update, and some begin after the end of the chain.
+    """
     text, table = lines.text, lines.table
 
     def ids(count: int) -> list[int]:
@@ -108,7 +111,7 @@ def fill(lines: Lines, chance: random.Random) -> None:
 def test_what_cannot_agree_is_not_read(
     lines: Lines, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of lines that leave the chain behind the outcome, or with another token than it has."""
+    """Lines are not read if they leave the chain after the outcome, or at another token."""
     text, table, reads = lines.text, lines.table, []
     read = table.read
     monkeypatch.setattr(table, "read", lambda *of: reads.append(of) or read(*of))
@@ -160,7 +163,10 @@ def test_the_same_is_found_as_in_all_lines(lines: Lines, drawn: bool) -> None:
 
 
 def test_what_was_proposed_is_certain_where_it_is_found_again(lines: Lines) -> None:
-    """Behind a correction that adds nothing to the text: it was rejected, so it has no law left."""
+    """The target's correction adds no text, so the proposed tokens were rejected.
+
+    A rejected token has no distribution any more.
+    """
     rows = [bytes([number]) * 8 * SPARSE_TOP_K for number in range(4)]
     lines.table.write(0, 0, DraftRecord(SERIAL, 0, [0, 1, 0, 1], [0.5] * 4, rows))
     look: Any = look_up(lines)

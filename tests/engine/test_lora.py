@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter changes the target, not the drafter; greedy output is the adapted target's own."""
+"""A LoRA adapter changes only the target; greedy output equals that of the adapted target."""
 
 import json
 import os
@@ -21,7 +21,7 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def adapter(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random low-rank changes to the target's attention and head, that change its words."""
+    """An adapter with random weights for attention and head that changes the target's output."""
     config = json.loads((demo_pair / "target" / "config.json").read_text())
     hidden, draw = config["hidden_size"], torch.Generator().manual_seed(0)
     layers = range(config["num_hidden_layers"])
@@ -44,7 +44,7 @@ def adapter(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(llm: Any, prompts: list[str], *adapters: Path | None) -> Outputs:
-    """Each of the adapters, or none, for one request after the other, in turn."""
+    """Return the outputs. Requests use the adapters in turn; `None` stands for no adapter."""
     from vllm.lora.request import LoRARequest
 
     known = [a and LoRARequest("random", 1, str(a)) for a in adapters]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target that sees images: the drafter reads the text around them alone."""
+"""A target with image inputs: the drafter reads only the text around the images."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ SIDE = 28
 
 @pytest.fixture(scope="module")
 def seeing(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """BLIP-2 around the demo target; what it sees is noise."""
+    """BLIP-2 with the demo target as its language model. Its vision part is not trained."""
     from transformers import (
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -55,7 +55,7 @@ def seeing(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests(texts: list[str]) -> list[dict[str, Any]]:
-    """Every other one with an image."""
+    """Requests, every second one with an image."""
     from PIL import Image
 
     noise = np.random.default_rng(0).integers(0, 255, (len(texts), SIDE, SIDE, 3), np.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SLRS-n with several candidates: a side branch says the same as in the draft's own place."""
+"""SLRS-n with several candidates: a side branch has the same rows as in the draft's own place."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +27,9 @@ PARAMS = SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True)
 
 
 class Checked:
-    """A drafter that feeds everything in the draft's own place once more and compares.
+    """A feed that computes each row again in the draft's own place and compares the results.
 
-    What differs is noted: the proposer would take an assertion for a broken drafter.
+    It records the largest difference. An assertion here would count as a fault of the drafter.
     """
 
     def __init__(self, feed: SlrsFeed) -> None:
@@ -57,7 +57,7 @@ class Checked:
 def test_rows_of_side_branches_are_those_in_line(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contexts of less and more than a block, drafts that leave one and enter the next."""
+    """Contexts are shorter and longer than a block, and drafts cross block boundaries."""
     genuine, seen, sums = slrs.Slrs.draft, [], []
 
     def draft(self: slrs.Slrs, rows: torch.Tensor, paths: list, feed: SlrsFeed) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_rows_of_side_branches_are_those_in_line(
 
 
 def test_no_more_lines_than_attention_has_room_for() -> None:
-    """Its buffers are made once, for so many."""
+    """Attention allocates its buffers once, for `max_lines` rows."""
     drafter: Any = SimpleNamespace(model=SimpleNamespace(max_lines=9))
     method: Any = SimpleNamespace(merge_span=slrs.MergeSpan(2, 4))
     spans, nothing = SlrsSpans(drafter, KVPool(64, 16), method, 1 << 20), cast(Any, None)
@@ -93,7 +93,7 @@ def test_no_more_lines_than_attention_has_room_for() -> None:
 
 @pytest.mark.full
 def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list[str]) -> None:
-    """A pool that just holds the contexts has nothing to lend; drafts go on."""
+    """If the pool has too few blocks for all side branches, drafting continues with fewer."""
     spec = slem(
         demo_pair / "drafter", method="slrs", merge_candidates=9, kv_cache_memory_bytes="1MiB"
     )
@@ -118,7 +118,7 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
 def test_a_round_keeps_its_packet_while_drawn_drafts_feed(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and drawn drafts in one round: the single steps go on behind the feeds."""
+    """Greedy and sampled drafts share a round. The single decode steps continue after the feeds."""
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     drawn = SamplingParams(temperature=1, seed=5, max_tokens=48, ignore_eos=True)
     begin, step = EagerSteps.begin, EagerSteps.step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells its drafter's process goes through a socket as it usually is."""
+"""Messages of an engine to its drafter process fit into a socket with default settings."""
 
 import socket
 
@@ -16,13 +16,13 @@ from vllm_hetero_spec.engine.ahead.messages import (
     update_batch_of,
 )
 
-USUAL = 212992  # what Linux gives a socket at most, where nobody has changed it
+USUAL = 212992  # bytes; Linux's default limit of a socket's send buffer
 LARGE = 2**31 - 1
 
 
 @pytest.mark.parametrize("times", [1, 4])
 def test_the_largest_commit_fits(times: int) -> None:
-    """With the slots of 8192 requests given back; one of four times the texts does not."""
+    """It also closes 16,384 slots. A commit with four times as many texts does not fit."""
     each = MOST_IDS // MOST_ROWS
     draw = DraftSampling(1 / 3, LARGE, 1 / 3, 2**63 - 1, LARGE, True, LARGE)
     told = [LARGE] * (each // 2), LARGE, LARGE, LARGE, LARGE, "s" * 64, draw

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment's method: its row of the table for its pair, or what the alias stands for."""
+"""The method of a deployment: a row of the table, or the row that `hetero` stands for."""
 
 import pytest
 import recipes
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pair() -> TokenizerPair:
-    """A drafter of single bytes: target tokens take many of its tokens."""
+    """A pair whose drafter has single bytes as tokens, so target tokens consist of many of them."""
     target = load_tokenizer(recipes.train_byte_level(400), "target")
     drafter = load_tokenizer(recipes.build_bytes(), "drafter")
     return TokenizerPair(target, drafter, make_bridge(target, drafter))
@@ -47,7 +47,7 @@ def test_a_method_is_its_row_of_the_table(pair: TokenizerPair, method: str) -> N
 
 
 def test_between_nodes_rows_have_few_tokens(pair: TokenizerPair) -> None:
-    """Those of merges have more: none are looked for."""
+    """Rows of merges would have more tokens, so no method with merges is used."""
     for method in ("slrs", "hetero", "push_forward", "tli"):
         options, width = HeteroOptions(method, "drafter", 4), pair.target.vocab_size
         found = sampling_of(options, pair, width, CPU, 1, likeliest=64)
@@ -66,7 +66,10 @@ def test_spans_of_merges_are_those_of_the_drafter(pair: TokenizerPair) -> None:
 
 
 def test_the_alias_is_what_fits(pair: TokenizerPair) -> None:
-    """Races take the row of one token at a time, ranks that draft together have to draw alike."""
+    """With races, it is a method without merges.
+
+    With several ranks, it does not sample, because all ranks must have the same drafts.
+    """
     best, raced = sampled(pair, "hetero"), sampled(pair, "hetero", verification="race")
     assert isinstance(best, SlrsMethod)
     assert raced is not None

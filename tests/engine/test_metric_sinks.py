@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log and the metrics of a front end are told; no engine runs."""
+"""Log lines and metrics of a front end. No engine runs."""
 
 import logging
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_kept_chain_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Told:
-    """A metric of Ray: it notes what it is told."""
+    """A stand-in for a metric of Ray. It records its values."""
 
     def __init__(self, name: str, *_: Any, **__: Any) -> None:
         self.name, self.values = name.removeprefix(PREFIX), list[float]()
@@ -51,7 +51,7 @@ made: dict[str, Told] = {}
 
 
 def test_gauges_of_ray_are_told_again() -> None:
-    """It drops those that nobody sets for a while: the size of a pool never changes."""
+    """Ray drops gauges that are not set for some time, and the size of a pool never changes."""
     logger: Any = SimpleNamespace(
         _counter_cls=Told, _gauge_cls=Told, _histogram_cls=Told, per_engine_labelvalues={0: ["m"]}
     )

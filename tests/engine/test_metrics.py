@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's counters on their way into vLLM's metrics, station by station; no engine runs."""
+"""Transport of the drafter's counters into vLLM's metrics, part by part. No engine runs."""
 
 import json
 import logging
@@ -32,13 +32,13 @@ from vllm_hetero_spec.lookahead.controllers import Gauges
 REPO = Path(__file__).resolve().parents[2]
 
 
-# ---- what a step's growth is -------------------------------------------------------------------
+# ---- growth of the counters in a step ----------------------------------------------------------
 
 
 def test_growth_is_what_came_since_the_last_time() -> None:
     stats, growing = DraftStats(), Growth()
     held = {name for name, metric in METRICS.items() if metric.kind == "gauge"}
-    assert growing.take(stats) == {}  # a trial at start-up, which no front end hears of
+    assert growing.take(stats) == {}  # a trial at start-up, which is not sent
     stats.steps += 1
     assert set(growing.take(stats)) == (held - {"acceptance"}) | {"steps"}
     stats.drafted([4, 2, 4, 0])
@@ -76,7 +76,7 @@ def test_trees_count_their_nodes_and_their_depth() -> None:
 def test_drafts_that_are_mostly_not_ready_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Fewer, or beside as many others, are normal."""
+    """Fewer drafts that are not ready, or as many others, cause no warning."""
     stats = DraftStats()
     stats.drafts = 600
     for others in (300, 0, 0):
@@ -135,7 +135,7 @@ def test_every_reason_is_skipped_for_somewhere() -> None:
     assert [reason for reason in REASONS if code.count(f'"{reason}"') < 2] == []
 
 
-# ---- on the way ---------------------------------------------------------------------------------
+# ---- transport ----------------------------------------------------------------------------------
 
 
 def test_vllms_own_serializer_carries_the_growth() -> None:
@@ -146,7 +146,7 @@ def test_vllms_own_serializer_carries_the_growth() -> None:
     vllm_hetero_spec.register()
     vllm_hetero_spec.register()
     stats, growing = DraftStats(steps=1), Growth()
-    stats.catch_up_tokens += np.int64(3)  # what vLLM's serializer refuses
+    stats.catch_up_tokens += np.int64(3)  # a type that vLLM's serializer refuses
     stats.verify_seconds += np.float32(0.25)
     stats.drafted([4])
     stats.skip("no_text")
@@ -186,7 +186,7 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
     assert output.hetero_spec == {"steps": 1}
     assert empty(runner, None) is EMPTY_MODEL_RUNNER_OUTPUT
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, "hetero_spec")
-    assert drafter.reports == 1  # what was counted waits for an output of its own
+    assert drafter.reports == 1  # the growth waits for a new output
     assert not hasattr(fresh(SimpleNamespace(drafter=object()), None), "hetero_spec")
     assert not hasattr(fresh(SimpleNamespace(), None), "hetero_spec")
 
@@ -207,7 +207,7 @@ def test_scheduler_hands_the_growth_to_one_front_end_only() -> None:
 
 @pytest.mark.parametrize("level", ["none", "summary"])
 def test_figures_of_a_request_with_stop_strings_go_with_each_step(level: str) -> None:
-    """The scheduler hears of its end from the front end, which needs them then."""
+    """The front end ends such a request before the scheduler does, and needs the figures then."""
     requests = {
         name: SimpleNamespace(spec_decode_metrics=name, sampling_params=params)
         for name, params in {
@@ -222,19 +222,19 @@ def test_figures_of_a_request_with_stop_strings_go_with_each_step(level: str) ->
     of = SimpleNamespace(scheduler_stats=None, outputs=outputs)
     scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests=requests)
     wrapped = metrics._wrap_update(lambda *_: {0: of})
-    wrapped(scheduler, None, SimpleNamespace())  # of a drafter that is not ours
+    wrapped(scheduler, None, SimpleNamespace())  # of another drafter
     assert [output.spec_decode_metrics for output in outputs] == [None] * 4
     wrapped(scheduler, None, SimpleNamespace(hetero_spec={}))
     first = "stops" if level == "summary" else None
     assert [output.spec_decode_metrics for output in outputs] == [first, None, None, None]
 
 
-# ---- where it ends ------------------------------------------------------------------------------
+# ---- front end ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def registered(demo_pair: Path) -> Iterator[Any]:
-    """Builds vLLM's stat loggers for a speculative configuration, without an engine."""
+    """Return a function that builds vLLM's stat loggers without an engine."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
@@ -270,7 +270,7 @@ def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Pat
         stats.hetero_spec = {"steps": steps, "skipped": {"no_text": 2 * steps}, "lengths": {3: 1}}
         stats.hetero_spec |= {"untranslated": {"unencodable": steps}}
         sink.record(stats, None, engine_idx=index)
-        sink.record(SchedulerStats(), None, engine_idx=index)  # another drafter's, or a step before
+        sink.record(SchedulerStats(), None, engine_idx=index)  # no growth in this step
         sink.record(None, None, engine_idx=index)
     found = _samples()
     assert found[f"{PREFIX}steps_total['0']"] == 1
@@ -278,7 +278,7 @@ def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Pat
     assert found[f"{PREFIX}skipped_total['1', 'no_text']"] == 10
     assert found[f"{PREFIX}untranslated_total['1', 'unencodable']"] == 5
     assert found[f"{PREFIX}drafts_by_length_total['0', '3']"] == 1
-    # Zero from the start, so that a rate shows the first of its kind.
+    # They start at zero, so that a rate includes the first event.
     shown = {name for name in found if name.startswith(f"{PREFIX}skipped_total['0'")}
     assert shown == {f"{PREFIX}skipped_total['0', '{reason}']" for reason in REASONS}
 
@@ -300,7 +300,7 @@ def test_a_line_beside_vllms_own(
     from vllm.v1.metrics.stats import SchedulerStats
 
     sink = registered(LoggingStatLogger, slem(demo_pair / "drafter"))
-    caplog.set_level(logging.INFO, "vllm.hetero_spec")  # behind vLLM's own set-up of logging
+    caplog.set_level(logging.INFO, "vllm.hetero_spec")  # after vLLM has configured logging
     monkeypatch.setattr(metrics.logger, "handlers", [caplog.handler])
     monkeypatch.setattr(metrics.logger, "propagate", False)
     sink.num_prompt_tokens = 1  # not idle
@@ -312,7 +312,7 @@ def test_a_line_beside_vllms_own(
     sink.log()
     sink.log()
     lines = [m for m in caplog.messages if m.startswith("Drafter metrics")]
-    assert len(lines) == 1  # the second time nothing had happened
+    assert len(lines) == 1  # nothing happened before the second call
     for figure in ("Drafts: 4", "2.50 tokens", "target token: 2.50", "2.00 ms/step", "25.0%"):
         assert figure in lines[0]
     assert lines[0].endswith("Undrafted: no_blocks 3")
@@ -348,7 +348,7 @@ def test_a_vllm_that_lacks_a_piece_still_starts(
     monkeypatch.setattr(metrics, "require", metrics.harmless(metrics.install))
     monkeypatch.delattr(Scheduler, "update_from_output")
     vllm_hetero_spec.register()
-    assert not caplog.messages  # nobody asked for us
+    assert not caplog.messages  # the plugin is not used yet
     for _ in range(2):
         registered(lambda config: config, slem(demo_pair / "drafter"))
     said = [m for m in caplog.messages if "update_from_output" in m]
@@ -360,7 +360,7 @@ def test_a_vllm_that_lacks_a_piece_still_starts(
 
 
 def test_dashboard_asks_for_metrics_that_exist(registered: Any, demo_pair: Path) -> None:
-    """By vLLM's names and by those that Ray makes of them, as its variable `prefix` chooses."""
+    """Its variable `prefix` selects vLLM's names or those of Ray."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.ray_wrappers import RayPrometheusMetric
 

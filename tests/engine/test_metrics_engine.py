@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's counters in the metrics of real engines: all of them, once, in any process.
+"""Metrics of real engines contain each of the drafter's counters exactly once, in any process.
 
-Run as a program, `test_metrics_engine.py DEMO ANSWER`, it writes what was counted and exported.
+The program `test_metrics_engine.py DEMO ANSWER` writes the counters and the exported metrics.
 """
 
 import copy
@@ -29,7 +29,7 @@ GAUGES = [n for n, metric in METRICS.items() if metric.kind == "gauge" and not m
 
 
 def exported(llm: Any) -> dict[str, Any]:
-    """Our metrics of an engine: numbers, and what is labelled as a dictionary."""
+    """Return the plugin's metrics of an engine: numbers, or dictionaries if they have a label."""
     found: dict[str, Any] = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix(PREFIX)
@@ -50,7 +50,7 @@ def growth(before: Any, after: Any) -> Any:
 
 
 def run(llm: Any, prompts: list[str], **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Serves a batch; what it made grow in the worker and in the front end's metrics."""
+    """Serve a batch. Return the growth of the worker's counters and of the front end's metrics."""
     worker, front = settled(llm)
     generate(llm, prompts, greedy(**params))
     counted, shown = settled(llm)
@@ -59,9 +59,10 @@ def run(llm: Any, prompts: list[str], **params: Any) -> tuple[dict[str, Any], di
 
 
 def settled(llm: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the worker has counted, and the front end's metrics once it has travelled there.
+    """Return the worker's counters, and the front end's metrics after they have arrived.
 
-    The counts of a step leave with the next one: drafts are finished when its tokens have left.
+    The counters of a step are sent with the next step, because its drafts are finished after its
+    tokens were sent.
     """
     counted = read_stats(llm)
     generate(llm, ["a"], greedy(max_tokens=1))
@@ -69,7 +70,7 @@ def settled(llm: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def agree(counted: dict[str, Any], shown: dict[str, Any]) -> None:
-    """The front end's metrics are exactly what the worker counted."""
+    """Check that the front end's metrics equal the worker's counters."""
     by_length = {int(length): count for length, count in shown["drafts_by_length"].items()}
     assert sum(by_length.values()) == counted["drafts"]
     assert sum(length * count for length, count in by_length.items()) == counted["draft_tokens"]
@@ -83,7 +84,7 @@ def agree(counted: dict[str, Any], shown: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def limited(demo_pair: Path) -> Iterator[Any]:
-    """An engine whose drafter has few blocks and a short context; it counts per request as well."""
+    """An engine with few KV blocks and a short context of the drafter. It counts by request."""
     spec = slem(demo_pair / "drafter", kv_cache_memory_bytes=6 << 18, context=200)
     changes = {"per_request_spec_decode_metrics": "detailed"}
     with engine(demo_pair / "target", spec, **changes) as llm:
@@ -124,7 +125,7 @@ def test_a_step_counted_twice_is_noticed(
 
 
 def test_figures_of_one_request(limited: Any, code_prompts: list) -> None:
-    """vLLM's own, per request: they add up to its counters."""
+    """The sum of vLLM's figures of each request equals its counters."""
     before = metrics_of(limited)
     outputs = limited.generate([t[:300] for t in code_prompts[:4]], greedy(), use_tqdm=False)
     after = metrics_of(limited)
@@ -142,7 +143,7 @@ def test_figures_of_one_request(limited: Any, code_prompts: list) -> None:
 
 
 def test_figures_of_a_request_that_ends_at_a_stop_string(limited: Any, code_prompts: list) -> None:
-    """The front end ends it, before the scheduler does."""
+    """The front end ends it before the scheduler does."""
     prompt, before = code_prompts[0][:300], metrics_of(limited)
     whole = limited.generate(prompt, greedy(), use_tqdm=False)[0].outputs[0]
     among = metrics_of(limited)
@@ -176,7 +177,7 @@ def test_counts_reach_the_front_end_from_other_processes(demo_pair: Path, tmp_pa
 
 def _main(demo: Path, answer: Path) -> None:
     prompts = [json.loads(line)["prompt"] for line in (demo / "prompts.jsonl").open()][:4]
-    # First an engine of another kind, in the same front end: ours must not come too late after it.
+    # First an engine without a drafter, in the same front end. The plugin must work after it.
     with engine(demo / "target") as llm:
         generate(llm, prompts, greedy())
         other = exported(llm)

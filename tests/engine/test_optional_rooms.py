@@ -33,5 +33,5 @@ def test_a_chain_is_drafted_without_it(feature: str) -> None:
 
 
 def test_the_modules_are_empty() -> None:
-    """Tests of a feature fail without it."""
+    """Tests of a feature fail without its modules."""
     assert run_without(ROOMS["draft trees"], TREES).returncode != 0

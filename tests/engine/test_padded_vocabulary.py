@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables that are larger or smaller than their tokenizers: no such id is ever drafted."""
+"""Embedding tables that are larger or smaller than the vocabulary of their tokenizers.
+
+Ids that exist in only one of the two are never drafted.
+"""
 
 import shutil
 from pathlib import Path
@@ -19,9 +22,10 @@ PADDING = 64
 
 
 def padded(model: Path, out: Path, strength: float) -> Path:
-    """A copy whose output layer has 64 more rows; the larger they are, the surer they win.
+    """Return a copy of a model whose embedding and output layers have 64 more rows.
 
-    They come in pairs of opposite sign: one of the two is always positive.
+    The larger `strength` is, the more often one of them has the largest logit. They form pairs of
+    opposite sign, so one logit of each pair is positive.
     """
     shutil.copytree(model, out)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -41,7 +45,7 @@ def tokens_of(model: Path) -> int:
 
 
 class Watch:
-    """What the drafter's model says and what is drafted from it."""
+    """Counts the drafter's argmaxes that are padding, and records the drafted ids."""
 
     def __init__(self, llm: Any, patch: pytest.MonkeyPatch, size: int) -> None:
         self.ids: set[int] = set()
@@ -76,7 +80,7 @@ def test_padded_rows_of_the_drafter_are_never_drafted(
         assert generate(llm, texts, greedy()) == alone
         assert set(read_stats(llm)["skipped"]) <= {"catching_up"}
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-    assert watch.padding_won > watch.steps * 0.9  # else nothing is shown
+    assert watch.padding_won > watch.steps * 0.9  # otherwise the test shows nothing
     assert watch.ids
     assert max(watch.ids) < size
 
@@ -84,7 +88,7 @@ def test_padded_rows_of_the_drafter_are_never_drafted(
 @pytest.mark.full
 @pytest.mark.engine
 def test_prompts_may_name_rows_that_only_the_target_has(demo_pair: Path, tmp_path: Path) -> None:
-    """Both have the same tokenizer, so that ids pass through, but the target has more rows."""
+    """Both have the same tokenizer, so ids are not translated. The target has more rows."""
     model = demo_pair / "drafter"
     target = padded(model, tmp_path / "target", strength=1e-3)
     size = tokens_of(model)
@@ -102,7 +106,7 @@ def test_prompts_may_name_rows_that_only_the_target_has(demo_pair: Path, tmp_pat
 
 
 def with_token(model: Path, out: Path, content: str, *, special: bool) -> Path:
-    """A copy whose tokenizer has a token more than the model has rows."""
+    """Return a copy whose tokenizer has one more token than the model has rows."""
     shutil.copytree(model, out)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens([AddedToken(content, special=special)], special_tokens=special)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a pair is on disk: by what it depends on, whole, and in time."""
+"""Estimates of a pair are kept on disk.
+
+The file depends on the set-up. It is never partial, and it is written soon enough.
+"""
 
 import gc
 import json
@@ -50,7 +53,10 @@ def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) 
 def test_a_folder_that_cannot_be_looked_into_is_told(
     tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
-    """Nor raises it, which would leave the other ranks waiting; nothing kept is worth no word."""
+    """It raises no exception, because other ranks would then wait forever.
+
+    A folder without a file causes no log line.
+    """
     assert PairFile(tmp_path, "pair").read(4) is None
     assert not caplog.messages
 
@@ -66,7 +72,7 @@ def test_a_folder_that_cannot_be_looked_into_is_told(
 
 
 def test_a_folder_that_cannot_be_written_to_is_logged_once(tmp_path: Path, caplog: Any) -> None:
-    """Nor raises it: not at the start, not while requests are served, and not at the end."""
+    """It raises no exception at the start, while requests are served, or at the end."""
     (tmp_path / "file").write_text("")
     pair = PairFile(tmp_path / "file" / "pairs", "pair")
     for _ in range(3):
@@ -77,7 +83,7 @@ def test_a_folder_that_cannot_be_written_to_is_logged_once(tmp_path: Path, caplo
 
 
 def test_engines_that_write_at_once_leave_it_whole(tmp_path: Path, caplog: Any) -> None:
-    """Also where process ids do not tell them apart, as in containers that share a folder."""
+    """This also holds if they have the same process id, as in containers that share a folder."""
     caplog.set_level("INFO", logger="vllm.hetero_spec")
     writers = [PairFile(tmp_path, "pair") for _ in range(4)]
     with ThreadPoolExecutor(len(writers)) as pool:
@@ -92,7 +98,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
         pass
 
     def drafts() -> int:
-        (path,) = tmp_path.iterdir()  # nothing partial is left
+        (path,) = tmp_path.iterdir()  # no partial file is left
         return int(json.loads(path.read_text())["acceptance"]["drafts"])
 
     now = [0.0]
@@ -100,7 +106,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
     owner, of = Owner(), known()
     file, other = PairFile(tmp_path, "pair"), PairFile(tmp_path, "pair")
     file.write(of)
-    file.write_if_due()  # follows nothing
+    file.write_if_due()  # no estimates are registered yet
     file.save_on_exit(of, owner)
     learn(of, 5)
     file.write_if_due()
@@ -123,7 +129,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: 
 
 
 def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkeypatch: Any) -> None:
-    """Writes come soon after the start, and less often the longer it runs."""
+    """The file is written soon after the start, and later less often."""
     now, written = [0.0], []
     monkeypatch.setattr(pair_file.time, "monotonic", lambda: now[0])
     file, of = PairFile(tmp_path, "pair"), known()
@@ -150,9 +156,9 @@ def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkey
 def test_a_second_start_goes_on_where_the_first_ended(
     demo_pair: Path, texts: list[str], alone: Outputs, tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
-    """It knows all drafts that the first one learnt from, and times nothing."""
+    """It has the estimates from all drafts of the first start, and times no steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # Costs that stand still: drafting goes on, however long a busy machine's steps take.
+    # Costs do not change, so drafting continues even if a busy machine has slow steps.
     monkeypatch.setattr(CostModel, "observe_target", lambda *_: None)
     monkeypatch.setattr(CostModel, "observe_drafting", lambda *_, **__: None)
     timed: list[int] = []
@@ -166,8 +172,8 @@ def test_a_second_start_goes_on_where_the_first_ended(
     caplog.set_level("INFO", logger="vllm.hetero_spec")
 
     def serve(**changes: Any) -> tuple[int, int]:
-        """Drafts known at the start, and at the end."""
-        # The target drafts for itself: that pays whatever a machine's training came to.
+        """Return the number of observed drafts at the start and at the end."""
+        # The target is its own drafter, so drafts pay on every machine.
         spec = slem(demo_pair / "target", 6, controller="goodput", **changes)
         with engine(demo_pair / "target", spec) as llm:
             controller = proposer_of(llm).controller
@@ -186,9 +192,9 @@ def test_a_second_start_goes_on_where_the_first_ended(
     assert learnt > 0
     assert serve()[0] == learnt
     assert (len(timed), went_on()) == (2, 1)  # nothing was timed
-    assert serve(verification="block")[0] == 0  # another pair, or set-up
+    assert serve(verification="block")[0] == 0  # another set-up
     assert (len(timed), went_on()) == (4, 1)
     for path in (tmp_path / "vllm_hetero_spec" / "pairs").iterdir():
         path.write_text("{")
-    assert serve()[0] == 0  # as the first
+    assert serve()[0] == 0  # like the first start
     assert (len(timed), went_on()) == (6, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the process is the drafter's own while it is built or run."""
+"""Process-wide state of vLLM that the drafter replaces while it is built or runs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ FUSED = "kernel_of_a_test"
 
 @pytest.fixture
 def norm(monkeypatch: pytest.MonkeyPatch) -> IrOp:
-    """vLLM's norm, in one operation or in several."""
+    """vLLM's norm with one more kernel, `FUSED`."""
     current_platform.import_ir_kernels()
     norm = IrOp.registry["rms_norm"]
     monkeypatch.setattr(norm, "impls", dict(norm.impls))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which targets in pipeline stages are refused; `test_runner_v2.py` serves one."""
+"""Refusals of targets with pipeline stages. `test_runner_v2.py` runs one that is supported."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -22,7 +22,7 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
     prefix = "\n".join(code_prompts)[:1500]
 
     def reused(llm: Any, salt: str | None) -> int:
-        """Tokens reused by a request that comes after an equal one."""
+        """Return the reused tokens of a request with this salt."""
         prompt = {"prompt": prefix} | ({"cache_salt": salt} if salt else {})
         before = read_stats(llm)["reused_tokens"]
         answers.append(generate(llm, [prompt], greedy(max_tokens=8)))
@@ -36,14 +36,14 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
         assert reused(llm, "tenant b") == 0
         assert reused(llm, "tenant a") > 0
         assert reused(llm, None) > 0
-        # A request whose context is forgotten after a fault, and read afresh, still has its salt.
+        # A request keeps its salt if its context is forgotten after a fault and read again.
         drafting = proposer_of(llm).drafting
         real = drafting.begin
 
         def forgets(step: Any) -> None:
             if step.requests[0].num_output_tokens >= 3 and not forgot:
                 drafting.reset()
-                forgot.append(drafting.source.pool.reused_tokens)  # which never falls
+                forgot.append(drafting.source.pool.reused_tokens)  # this counter never decreases
             real(step)
 
         forgot: list[int] = []
@@ -59,7 +59,7 @@ def test_reuse_and_salts(demo_pair: Path, code_prompts: list[str]) -> None:
 
 
 def forks_draft_as_their_origin(drafting: Any) -> None:
-    """Whether a fork begins between two blocks or inside one, whose KV is copied."""
+    """Check forks that begin between two blocks, and forks inside a block, whose KV is copied."""
     pool, drafter = drafting.source.pool, drafting.source.drafter
 
     def drafted(table: Any, written: list[int], pending: list[int]) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that come together: nothing of the drafter before all of them have been read."""
+"""Prompts that arrive together: the drafter runs only after the target has read all of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from vllm_hetero_spec import read_stats
 pytestmark = [pytest.mark.full, pytest.mark.engine]
 
 REQUESTS, LONG, SHORT = 6, 300, 20
-CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 512}  # six prompts take four steps
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 512}  # tokens; six prompts take four steps
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def ids(demo_pair: Path, code_prompts: list[str]) -> list[int]:
 
 
 def serve(llm: Any, ids: list[int], length: int) -> Iterator[dict[str, list[int]]]:
-    """The output of all requests after each step of the engine."""
+    """Yield the outputs of all requests after each step of the engine."""
     for index in range(REQUESTS):
         prompt = {"prompt_token_ids": ids[index * LONG : index * LONG + length]}
         llm.llm_engine.add_request(str(index), prompt, greedy(ignore_eos=True))
@@ -48,21 +48,21 @@ def test_the_drafter_waits_for_all_first_tokens(
 ) -> None:
     with engine(demo_pair / "target", slem(demo_pair / "target"), **CHUNKS) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        before = drafter.forwards  # of calibration and profiling
+        before = drafter.forwards  # forwards of calibration and profiling
         steps = [(out, drafter.forwards - before) for out in serve(llm, ids, LONG)]
         waited = [forwards for out, forwards in steps if not all(map(len, out.values()))]
         assert len(waited) >= 2  # the prompts came in chunks
         assert not any(waited)
         first = len(waited)
         assert steps[first][1] == 0  # in the step of the last first tokens
-        assert steps[first + 1][1] > 0  # and right after
+        assert steps[first + 1][1] > 0  # the drafter runs right after it
         assert steps[-1][0] == alone[LONG]
         assert len(steps) < first + 24  # tokens were accepted
         stats = read_stats(llm)
         assert stats["drafts"] >= REQUESTS
         assert stats["skipped"]["catching_up"] >= REQUESTS
 
-        # Short prompts, of which none is left, are read and drafted for behind the first tokens.
+        # If no prompt is left to read, short ones are drafted for right after the first tokens.
         before, skipped = drafter.forwards, stats["skipped"]["catching_up"]
         steps = [(out, drafter.forwards - before) for out in serve(llm, ids, SHORT)]
         first = [all(map(len, out.values())) for out, _ in steps].index(True)
@@ -70,7 +70,7 @@ def test_the_drafter_waits_for_all_first_tokens(
         assert steps[-1][0] == alone[SHORT]
         assert read_stats(llm)["skipped"]["catching_up"] == skipped
 
-        # Who has ended is not drafted for, the next one would wait for it: all drafts are verified.
+        # All drafts are verified. An ended request has no draft, which would delay the next one.
         made, verified = read_stats(llm)["drafts"], metrics_of(llm)["num_drafts"]
         for index, tokens in alone[SHORT].items():
             start = LONG * int(index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Races over the rows of trees, a part at a time: the tables of a part are all that is held."""
+"""Races over the rows of trees run in parts, so that only the tables of one part use memory."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ LOGITS = torch.randn(len(REQUEST_OF), WIDTH, generator=torch.Generator().manual_
 
 
 def walked() -> list[torch.Tensor]:
-    """What the trees emit on V1, with all sampling parameters."""
+    """Return the output of the trees on V1, with all sampling parameters."""
     drafts = DraftBatch.of(
         torch.tensor([token for draft in DRAFTS for token in draft]),
         [len(draft) for draft in DRAFTS],
@@ -50,7 +50,7 @@ def walked() -> list[torch.Tensor]:
 
 
 def won() -> list[torch.Tensor]:
-    """The tokens of all rows on V2."""
+    """Return the tokens of all rows on V2."""
     states: Any = SimpleNamespace(
         seeds=SimpleNamespace(gpu=torch.tensor(SEEDS)), temperature=SimpleNamespace(gpu=HEAT)
     )

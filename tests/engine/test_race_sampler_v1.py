@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens that are raced for stand in their requests' outputs."""
+"""Positions in the output that `RaceSamplerV1` uses to sample tokens."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def expected(behind: list[int]) -> list[int]:
 
 
 def test_tokens_are_raced_for_behind_the_drafts() -> None:
-    """For as long as the sampler is told so, one call within the other, faults included."""
+    """Contexts of `behind` may be nested, and an exception ends the inner one only."""
     sampler = racing()
     with sampler.behind(drafts([4, 2])):
         assert drawn(sampler) == expected([4, 2])
@@ -58,7 +58,7 @@ def test_drafts_are_no_part_of_the_places_that_a_rule_starts_from() -> None:
 
 
 def test_requests_that_do_not_exist_all_race_alike() -> None:
-    """vLLM profiles with an empty batch."""
+    """vLLM profiles the sampler with an empty batch."""
     sampler = RaceSamplerV1(lambda: BatchView([]), "raw_logprobs")
     tokens, _ = sampler(LOGITS[:1].repeat(3, 1), {}, None, None)
     assert len(set(tokens.tolist())) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Races: one seed, one output, whatever drafts, however far, in whatever batch."""
+"""Races: a seed has one output, with any drafter, draft length and batch size."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ VARIANTS = [
 def outputs(
     pair: Path, drafter: str, batch: int, wish: int | None = None, **changes: Any
 ) -> tuple[list[list[int]], float]:
-    """What seeded requests generate, and accepted tokens per draft."""
+    """Return the outputs of seeded requests, and the accepted tokens per draft."""
     spec = slem(pair / drafter, verification="race", **changes)
     with engine(pair / "target", spec, max_num_seqs=batch) as llm:
         params = [
@@ -50,7 +50,7 @@ def outputs(
 
 @pytest.fixture(scope="module")
 def undrafted(chain_pair: Path) -> list[list[int]]:
-    """Tokens of requests that refuse drafts."""
+    """Outputs of requests that disable drafts."""
     nothing, _ = outputs(chain_pair, "drafter", 16, method="slem", lookahead=1, wish=0)
     assert len({tuple(ids) for ids in nothing}) > REQUESTS // 2
     same = list(range(0, REQUESTS, 20))  # seeds of requests with the same prompt

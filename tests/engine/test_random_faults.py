@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests come and go while the drafter fails at random: none of them fails, drafts come back."""
+"""The drafter fails at random: no request fails, and drafts return after the last fault."""
 
 import random
 import time
@@ -28,7 +28,7 @@ def limits(index: int) -> SamplingParams:
 
 
 def serve(llm: Any, prompts: list[str], between: Any = lambda: None) -> Outputs:
-    """A request joins every other step, eight at most at a time; `between` is called in between."""
+    """Start a request in each step, at most eight at a time. Call `between` after each step."""
     core, found, joined = llm.llm_engine, {}, 0
     while joined < len(prompts) or core.has_unfinished_requests():
         if joined < len(prompts) and joined - len(found) < 8:
@@ -43,7 +43,7 @@ def serve(llm: Any, prompts: list[str], between: Any = lambda: None) -> Outputs:
 
 @pytest.fixture(scope="module")
 def prompts(code_prompts: list[str]) -> list[str]:
-    """Some alike, so that the drafter's KV is shared, others not."""
+    """Prompts, some with common prefixes, so that requests share the drafter's KV."""
     return [code_prompts[n % 7][: 60 + 37 * (n % 11)] for n in range(REQUESTS)]
 
 
@@ -54,7 +54,7 @@ def alone(demo_pair: Path, prompts: list[str]) -> Outputs:
 
 
 class Faults:
-    """A fault for some steps, now and then."""
+    """Random faults, each of which lasts for 1 to 6 steps."""
 
     def __init__(self, llm: Any, seed: int) -> None:
         self.rng, self.on, self.left = random.Random(seed), "", 0
@@ -115,7 +115,7 @@ def test_no_request_fails_and_drafts_come_back(
     assert serve(llm, prompts[:8], counted) == {str(n): alone[str(n)] for n in range(8)}
     assert steps < BACK_WITHIN
 
-    # A request that wants no drafts ends last: nothing is left of the others.
+    # The last request disables drafts. Nothing of the others is left.
     generate(llm, ["x"], greedy(max_tokens=4, extra_args={LOOKAHEAD_ARG: 0}))
     assert (len(drafting.requests), drafting.source.pool.held) == (0, 0)
     assert drafting.source.pool.available == drafting.source.pool.capacity

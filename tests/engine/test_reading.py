@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How texts that no graph takes are divided; `test_decode_loop.py` reads some."""
+"""Division of texts that are too long for a graph. `test_decode_loop.py` reads some."""
 
 import random
 from collections.abc import Sequence
 
 from vllm_hetero_spec.engine.drafter.reading import parts
 
-# As on a device: the wider a graph, the fewer texts it takes.
+# As on a device: the wider a graph is, the fewer texts it has.
 MOST = {1: 16, 4: 16, 8: 16, 32: 16, 128: 4}
 
 
@@ -31,7 +31,7 @@ def test_each_part_fits_a_graph_and_leaves_what_another_takes() -> None:
         for width, texts in found:
             assert width in widths(len(texts))
             for index in texts:
-                assert left[index] > width  # which also is no more than its context by then
+                assert left[index] > width  # so the part is within the text
                 left[index] -= width
         if found:
             last = [width for width in widths(len(left)) if width <= min(contexts)][-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds by graphs in a real engine: on a CPU a tape stands in for CUDA's."""
+"""Rounds with graphs in a real engine. On a CPU, `TapeGraphs` replaces CUDA graphs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
 
 
 def record(llm: Any, widths: Sequence[int] = WIDTHS) -> TapeGraphs:
-    """The attention's metadata is made on the host: the CPU's knows no other way."""
+    """Record graphs. The CPU's attention can build its metadata only on the host."""
     graphs = TapeGraphs()
     drafter = proposer_of(llm).drafting.source.drafter
     shapes = [(size, width) for size in SIZES for width in widths]
@@ -41,7 +41,7 @@ def record(llm: Any, widths: Sequence[int] = WIDTHS) -> TapeGraphs:
 
 
 def copied_to_a_device(buffer: Any, size: int) -> None:
-    """What was sent is no memory of the host's."""
+    """Replace `send`: copy the buffer to memory of its own, as to a device."""
     if buffer._there is buffer._host:
         buffer._there = torch.empty_like(buffer._host)
         buffer._typed.clear()
@@ -56,7 +56,10 @@ def drafted(llm: Any) -> dict[str, int]:
 def test_the_same_drafts_and_texts(
     llm: Any, texts: list[str], alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and drawn, seeds and penalties beside each other; what graphs read has to be sent."""
+    """Greedy and sampled requests, seeds and penalties share a batch.
+
+    `ApartBuffer` is separate memory, so a graph reads only inputs that were sent.
+    """
     mixed = [
         SamplingParams(temperature=0, max_tokens=24),
         SamplingParams(temperature=0.8, seed=5, max_tokens=24, top_p=0.9),
@@ -69,7 +72,7 @@ def test_the_same_drafts_and_texts(
         if recorded:
             monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
             graphs = record(llm)
-        proposer_of(llm).reset()  # nor does one find the other's KV
+        proposer_of(llm).reset()  # the second run does not find KV of the first
         before, outputs = drafted(llm), []
         assert generate(llm, texts, greedy()) == alone
         for output in llm.generate(texts, params, use_tqdm=False):
@@ -83,8 +86,10 @@ def test_the_same_drafts_and_texts(
 
 
 def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch: Any) -> None:
-    """Begun where the step has sampled, finished where the scheduler asks, outside of inference
-    mode; the first token is judged behind the steps, which begin anew where it is another."""
+    """Drafting begins after sampling, and finishes in a later call, outside of inference mode.
+
+    The first token is chosen after the decode steps. If it differs, they start again.
+    """
     monkeypatch.setattr(staging._Buffer, "send", copied_to_a_device)
     monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
     proposer, graphs = proposer_of(llm), record(llm, WIDE)
@@ -113,7 +118,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     choose = proposer.drafting.bridge.first_choice
 
     def another(context: Context, candidates: Sequence[int], last: Sequence[int]) -> FirstToken:
-        """Every third text is told to go on otherwise, whatever the drafter knows."""
+        """For every third length of a context, choose another first token than the drafter."""
         told = len(context.ids) % 3 == 0
         return FirstToken(candidates[1]) if told else choose(context, candidates, last)
 
@@ -126,7 +131,7 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     assert generate(llm, texts, greedy()) == alone
     assert metrics_of(llm)["num_accepted_tokens"] > accepted
     rounds = "".join(word[0] for word in order).split("r")
-    assert set(rounds) <= {"b", "fb", "f", ""}  # one of each for a step, in this order
+    assert set(rounds) <= {"b", "fb", "f", ""}  # in a step, each runs at most once, in this order
     assert "fb" in rounds
     assert drafter.restarted_rounds > 0
     assert "drafter_error" not in read_stats(llm)["skipped"]

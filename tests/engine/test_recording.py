@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made ready before graphs are recorded, and how wide tables of blocks are."""
+"""Preparation of graph recording, fallbacks if it fails, and the width of block tables."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
 
 
 class Graphs:
-    """In the place of CUDA graphs: says on which stream there is work."""
+    """A stand-in for CUDA graphs that records the current stream."""
 
     def __init__(self) -> None:
         self.stream = "the usual"
@@ -32,7 +32,7 @@ class Graphs:
 def test_the_stream_of_graphs_has_run_before_memory_is_measured(
     shapes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels may keep work space for each stream, and vLLM lets none be made later."""
+    """Kernels may allocate work space for each stream; vLLM allows no allocations later."""
     graphs, read = Graphs(), list[tuple[str, int]]()
     monkeypatch.setattr(recording, "CudaGraphs", lambda: graphs)
     config = SimpleNamespace(
@@ -53,7 +53,7 @@ def test_the_stream_of_graphs_has_run_before_memory_is_measured(
 def test_where_the_widest_graphs_fail_the_others_are_recorded(
     widest: int, recorded: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without them rounds take several times as long; without the widest, prompts alone."""
+    """Without graphs, rounds take several times as long; without the widest, only prefills do."""
 
     def record(graphs: Any, shapes: Any, support: Any) -> None:
         if max(width for _, width in shapes) > widest:
@@ -95,7 +95,10 @@ def test_tables_are_as_wide_as_whole_128_tokens(size: int, width: int) -> None:
 def test_metadata_waits_where_the_last_one_may_still_be_copied(
     kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of FlashInfer's own kernels: it plans each forward in one and the same place."""
+    """This concerns FlashInfer's own kernels, which plan each forward in the same host buffer.
+
+    TensorRT-LLM kernels do not wait.
+    """
     seen: list[str] = []
 
     class Event:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.33, beside whatever release is installed: its symbols, and engines of it on a CPU.
+"""vLLM 0.33 beside the installed release: its symbols, and engines of it on a CPU.
 
-No CPU build of 0.33 is published. Its Python, from the published wheel, runs over the compiled
-parts of vLLM's CPU build 0.32; a kernel whose interface changed would show as a missing operator.
+No CPU build of 0.33 is published. So the Python code of its wheel runs with the compiled parts of
+vLLM's CPU build 0.32. A kernel with a changed interface appears as a missing operator.
 """
 
 import os
@@ -33,7 +33,7 @@ def test_ledger_matches(vllm_033: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.usefixtures("demo_pair")
 def test_scenarios_run_on_it(runs_033: Path) -> None:
-    """The engine tests named above, in one process, on 0.33."""
+    """The tests of `SCENARIOS` run on 0.33 in one process."""
     path = os.pathsep.join([str(runs_033), os.environ["PYTHONPATH"], str(HERE.parent.parent)])
     environment = os.environ | {"PYTHONPATH": path, "VLLM_CACHE_ROOT": f"{runs_033}-cache"}
 
@@ -45,8 +45,8 @@ def test_scenarios_run_on_it(runs_033: Path) -> None:
 
     assert python("-c", "from vllm.version import __version__ as v; print(v)").startswith("0.33.")
     files = [str(HERE / name) for name in SCENARIOS]
-    # What goes through text hangs on no release; a drafter that is the target, and one in a process
-    # of its own, run on V2 of it.
+    # Translation through text does not depend on the release. `test_runner_v2.py` tests the target
+    # as its own drafter on V2 of 0.33. A drafter process is tested on the installed release.
     left_out = "not forced and not through_text and not own_process and not identity-"
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", left_out, *files)
     passed = re.search(r"(\d+) passed", said)

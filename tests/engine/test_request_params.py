@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts obey what the request's sampling parameters make certain."""
+"""Lengths and tokens of drafts follow the sampling parameters of their request."""
 
 import math
 import re
@@ -53,7 +53,7 @@ def test_lookahead_ends_with_the_request(length, max_tokens, output, expected) -
     [({}, {2, 9}), ({"stop_token_ids": [5]}, {2, 5, 9}), ({"ignore_eos": True}, set())],
 )
 def test_tokens_that_end_a_request(given: dict[str, Any], ends: set[int]) -> None:
-    """Those that vLLM ends it with: its tokenizer's, the model's own, and the request's."""
+    """vLLM ends it at tokens of its tokenizer, of the model and of the request itself."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(**given)
@@ -69,7 +69,7 @@ def test_tokens_that_end_a_request(given: dict[str, Any], ends: set[int]) -> Non
         ({"min_tokens": 4}, [5, 6, 2, 7], 4),
         ({"allowed_token_ids": [5, 7]}, [5, 6, 7], 1),
         ({"bad_words": [[6]]}, [5, 6, 7], 1),
-        # A bad word that began in the output.
+        # The first tokens of this bad word are in the output.
         ({"bad_words": [[5, 6, 8]]}, [6, 8, 7], 1),
         ({"bad_words": [[5, 6, 8]]}, [6, 9, 7], 3),
     ],
@@ -116,7 +116,7 @@ def test_a_request_sets_its_draft_length(given: Any, expected: int | None) -> No
     ],
 )
 def test_what_a_request_cannot_set(extra: dict[str, Any], sentence: str) -> None:
-    """The front end refuses it. An engine core that receives it all the same goes on."""
+    """The front end refuses it. If an engine core receives it, the value is ignored."""
     with pytest.raises(VLLMValidationError, match=f"^{re.escape(sentence)}.*\\.$"):
         requested_lookahead(extra)
     assert params_with(extra_args=extra).lookahead is None
@@ -200,7 +200,7 @@ def test_penalties_of_rows_that_have_ended_are_left_out() -> None:
 
 
 def test_counts_follow_a_text_whose_end_is_spelt_anew() -> None:
-    """As if everything were counted from the beginning each time, at the cost of what changed."""
+    """The counts equal a new count of the whole text, but only the changed tokens are counted."""
     random = torch.Generator().manual_seed(0)
     ids, prompt = torch.randint(9, (12,), generator=random).tolist(), 8
     counts = TokenCounts(7, prompt, torch.device("cpu"))
@@ -208,7 +208,7 @@ def test_counts_follow_a_text_whose_end_is_spelt_anew() -> None:
     for _ in range(40):
         counts.update(ids, unchanged)
         counts.flush(*map(torch.from_numpy, counts.take_changes()))
-        known = torch.tensor([i if i < 7 else 0 for i in ids])  # what does not exist counts as 0
+        known = torch.tensor([i if i < 7 else 0 for i in ids])  # ids from 7 on count as 0
         assert torch.equal(counts.everywhere, torch.bincount(known, minlength=7).float())
         assert torch.equal(counts.output, torch.bincount(known[prompt:], minlength=7).float())
         unchanged = len(ids) - int(torch.randint(4, (1,), generator=random))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties at the tokens that they concern leave the logits that vLLM's tables leave."""
+"""Penalties on the affected tokens alone give the same logits as vLLM's tables of all tokens."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether rows travel whole is decided by where the ranks are."""
+"""Rows of `draft_probs` are sent whole only if all ranks are in one node."""
 
 from types import SimpleNamespace
 
@@ -18,6 +18,6 @@ def test_few_tokens_travel_between_nodes(
     monkeypatch.setattr(nodes, "in_the_same_node_as", lambda group: same)
     monkeypatch.setattr(
         nodes, "SPARSE_TOP_K", 64
-    )  # `far_apart`, in this process, lets fewer travel
+    )  # `far_apart` sets a smaller number in this process
     group = SimpleNamespace(world_size=size, cpu_group=None)
     assert nodes.likeliest_between(group) == expected  # type: ignore[arg-type]

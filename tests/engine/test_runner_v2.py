@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on Model Runner V2, of each release: output, counts and choice of the runner.
+"""Engines on Model Runner V2 of each release: output, counters and choice of the runner.
 
-On a CPU vLLM takes V2 only where Triton's interpreter stands in for a backend (`v2_on_cpu`), and in
-a process of its own; what that process found is compared here.
+On a CPU, vLLM uses V2 only with Triton's interpreter as a backend (`v2_on_cpu`), in a separate
+process. These tests compare the results of that process.
 """
 
 import json
@@ -32,11 +32,11 @@ def few(code_prompts: list[str]) -> list[str]:
 
 
 def found_by(release: str, folder: Path, demo: Path, few: list[str], *paths: Path) -> Found:
-    """What a process of V2 found: way -> scenario -> token ids and counts; and its log."""
+    """Return results of a V2 process (way -> scenario -> token ids and counters), and its log."""
     environment = v2_environment(*paths) | {
         "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # of the stages
-        "XDG_CACHE_HOME": str(folder),  # nothing is known of the pair
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",  # for two pipeline stages
+        "XDG_CACHE_HOME": str(folder),  # without estimates of earlier starts
     }
     out = folder / "found.json"
     told = [release, str(demo), json.dumps(few), str(out)]
@@ -47,7 +47,7 @@ def found_by(release: str, folder: Path, demo: Path, few: list[str], *paths: Pat
     return json.loads(out.read_text()), log
 
 
-# Not one fixture with parameters: pytest's order of the tests would run a release twice.
+# These are two fixtures, because pytest's order would run a release twice with parameters.
 @pytest.fixture(scope="module")
 def on_installed(demo_pair: Path, few: list[str], tmp_path_factory: Factory) -> Found:
     pytest.importorskip("triton")
@@ -75,7 +75,7 @@ def test_v2_is_chosen_without_being_asked_for(on_v2: tuple) -> None:
 
 
 def of_releases(*left_out: str) -> pytest.MarkDecorator:
-    """Each release with each of its ways of drafting."""
+    """Parametrize a test by release and its ways of drafting."""
     every = [(on, way) for on, ways in WAYS.items() for way in ways if way not in left_out]
     return pytest.mark.parametrize(("on_v2", "way"), every, indirect=["on_v2"])
 
@@ -93,7 +93,10 @@ def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) 
 @pytest.mark.parametrize("scenario", SOME)
 @of_releases("alone", "pair", "pair, ahead")
 def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenario: str) -> None:
-    """All that is counted: scheduled ahead, drafts are padded to one length."""
+    """Nearly all counted draft tokens are accepted.
+
+    With asynchronous scheduling, all drafts are padded to one length.
+    """
     _, gained = on_v2[0][way][scenario]
     assert gained["num_accepted_tokens"] >= IDENTITY * gained["num_draft_tokens"]
 
@@ -113,19 +116,19 @@ def test_both_models_are_timed(on_v2: tuple) -> None:
 
 @pytest.mark.parametrize("on_v2", ["installed"], indirect=True)
 def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
-    """But for a draft or two in one scenario, and those that V1 ends in front of `min_tokens`.
+    """In at most one scenario, the counters may differ by 10 %.
 
-    Where the drafter is torn between two tokens rounding may decide, and nobody knows which
-    machine's training leads to such a place.
+    Rounding may decide if two tokens of the drafter are almost equally likely, and CPUs round
+    differently. Scenarios in which V1 shortens drafts are left out.
     """
     pair, others = on_v2[0]["pair"], {}
-    for scenario in SOME.keys() - {"structured output"}:  # a grammar is ready when it is
+    for scenario in SOME.keys() - {"structured output"}:  # grammars take varying time
         ids, gained = pair[scenario]
         expected, counted = on_v1[scenario]
         assert ids == expected, scenario
         if scenario in ENDED_SOONER:
             continue
-        metrics = counted.keys() - {"skipped"}  # that is of all so far
+        metrics = counted.keys() - {"skipped"}  # this is a total of all scenarios so far
         if different := {m: (gained[m], counted[m]) for m in metrics if gained[m] != counted[m]}:
             others[scenario] = different
             close = {metric: pytest.approx(counted[metric], rel=0.1) for metric in different}
@@ -134,7 +137,7 @@ def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
 
 
 def test_kernels_do_what_triton_makes_of_them() -> None:
-    """Those of all engines here run in numpy: see `v2_on_cpu` and `lanes_v2.py`."""
+    """The other tests run V2's kernels in numpy: see `v2_on_cpu` and `lanes_v2.py`."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / "lanes_v2.py")]
     environment = v2_environment() | {"V2_CHECK": "1"}
@@ -143,7 +146,7 @@ def test_kernels_do_what_triton_makes_of_them() -> None:
 
 
 def passed_on_v2(files: Sequence[str], names: str) -> str:
-    """What pytest says of those tests, all of which passed in one process."""
+    """Run these tests in one V2 process. Return pytest's output if all of them passed."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", names]
     done = subprocess.run(
@@ -157,7 +160,7 @@ def passed_on_v2(files: Sequence[str], names: str) -> str:
 
 
 def test_what_holds_on_v1_holds_on_v2() -> None:
-    """Rounds in two phases, drafters that fail, a target with an adapter, a drafter's process."""
+    """Rounds in two phases, drafters that fail, a target with an adapter, and a drafter process."""
     files = (
         "test_recorded_engine.py",
         "test_faults.py",
@@ -202,11 +205,11 @@ def test_v1_serves_where_it_is_asked_for(demo_pair: Path) -> None:
 
 @pytest.fixture(scope="module")
 def on_v1(demo_pair: Path, few: list[str]) -> Run:
-    """Of the pair."""
+    """The results of `pair` on V1."""
     return run_way("pair", demo_pair, few)
 
 
 def test_two_ranks_have_the_same_drafts() -> None:
-    """Each rank puts them into its own runner: with others' there, the tokens would be wrong."""
+    """Each rank writes drafts to its own runner. If they differed, the output would be wrong."""
     names = "same_tokens_on_two or trees_on_two or no_trees_where_one"
     assert "3 passed" in passed_on_v2(["test_tensor_parallel.py"], names)
