@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of sleep mode: memory tags of the drafter's weights and KV cache.
 
-vLLM keeps memory with the tag of the weights during a sleep of level 2, and discards KV. A CPU has
-no sleep mode, so a stand-in records the tags.
+A sleep of level 2 discards the drafter's KV and keeps its weights, because their tag is "runtime".
+A CPU has no sleep mode, so a stand-in for vLLM's allocator records the tags.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of the configuration hash: it includes the drafter and its options.
 
-vLLM keeps the memory profile of a start under this hash.
+vLLM's startup plan uses it to reuse the measured KV cache memory of an earlier start.
 """
 
 import pickle

@@ -76,7 +76,7 @@ def test_ranks_stop_together(clock: list[float]) -> None:
 def test_engines_that_wait_for_each_other_take_as_many_steps(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, experts: bool
 ) -> None:
-    """Only rank 0 has a file of estimates. With experts, neither engine runs a step."""
+    """Only engine 0 has a file of estimates. With experts, engine 1 runs no step either."""
     group = SimpleNamespace(is_first_rank=True, broadcast_object=lambda said, src: said)
     monkeypatch.setattr(costing, "get_tp_group", lambda: group)
     config: Any = SimpleNamespace(
