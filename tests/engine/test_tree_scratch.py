@@ -161,7 +161,7 @@ def test_processors_that_are_installed_are_read_by_v2_alone(
 
 
 def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM makes this check before `reserve_rows` has added the rows of trees."""
+    """vLLM checks this before `reserve_rows` adds the rows of trees, so the plugin checks it again."""
     adapters = {"lora_config": "some"}
     assert nodes_of(config_of(**adapters)) == 8
     tight = {"scheduler_config": SimpleNamespace(**ROOM | {"max_num_batched_tokens": 40 * 17 - 1})}
