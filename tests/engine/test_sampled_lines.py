@@ -203,7 +203,7 @@ def test_lossless(method: str, rule: str, at_stake: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("at_stake", [1, 2])
 def test_lossless_where_a_correction_adds_no_bytes(method: str, rule: str, at_stake: int) -> None:
-    """The search then finds the rejected token again."""
+    """The recovered token adds no bytes, so the search finds the rejected token again."""
     for world in worlds(2, **EMPTY):
         way = Step(at_stake=at_stake)
         assert deviation(world, way, METHODS[method], RULES[rule], length=3) < EXACT
@@ -211,6 +211,7 @@ def test_lossless_where_a_correction_adds_no_bytes(method: str, rule: str, at_st
 
 @pytest.mark.parametrize("rule", RULES)
 def test_two_lines_with_one_base_are_lossless_where_the_first_is_used(rule: str) -> None:
+    """If two lines have the same base, the search must use the first one."""
     for world in worlds(2, **PAIR):
         assert deviation(world, Step(again=True), of_all, RULES[rule], length=4) < EXACT
 
@@ -283,6 +284,7 @@ def worst(way: Step, rule: Callable, **pair: Sequence[bytes]) -> float:
     ids=["likelier", "row before", "inside", "noise"],
 )
 def test_wrong_ways_are_caught(way: Step) -> None:
+    """Each of faults 1 to 4 changes the output distribution."""
     assert worst(way, ref.token_rule) > WRONG
 
 

@@ -32,6 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_each_size_is_the_quickest_of_some_and_long_ones_are_left_out(clock: list[float]) -> None:
+    """Each size has the time of its fastest run. No size is added after the budget is spent."""
     ran: list[int] = []
 
     def step(size: int) -> None:
@@ -62,6 +63,7 @@ def test_what_a_context_token_costs(clock: list[float]) -> None:
 
 
 def test_ranks_stop_together(clock: list[float]) -> None:
+    """Timing stops when the first rank's value is True, on every rank."""
     asked: list[bool] = []
 
     def agree(said: bool) -> bool:

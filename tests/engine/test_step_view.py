@@ -92,6 +92,7 @@ def test_full_graphs_are_for_chains(
 
 
 def test_media_are_no_text(runner: SimpleNamespace) -> None:
+    """Placeholder tokens of images and the like are not part of `prompt_text`."""
     places = [SimpleNamespace(offset=offset, length=2) for offset in (0, 1, 4)]
     runner.requests["b"].mm_features = [SimpleNamespace(mm_position=place) for place in places]
     runner.input_batch.num_tokens_no_spec[1] = 6
@@ -117,6 +118,7 @@ def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
 
 
 def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> None:
+    """If a step preempts requests, scheduled positions without a draft are padding."""
     seam = RunnerV1(runner)
     output = output_of({"a": [-1] * 4})
     output.preempted_req_ids = {"waits"}
@@ -126,6 +128,7 @@ def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> Non
 
 
 def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> None:
+    """`target_seconds` begin when the drafts are taken, `step_seconds` with the last view."""
     seam = RunnerV1(runner)
     first = seam.view(output_of({}), [[8], [9]])
     assert first.target_seconds is first.step_seconds is None

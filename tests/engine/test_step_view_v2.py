@@ -126,6 +126,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
 
 
 def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> None:
+    """Each row of logits has the LoRA adapter of its request."""
     seam = RunnerV2(runner)
     seam.map_adapters_by_row()
     seam.on_step_start(output_of(new("a"), new("b"), a=[7, 8]))
@@ -136,6 +137,7 @@ def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> N
 def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
     runner: Any, batch: Any
 ) -> None:
+    """A resumed request is not new; another request with the same id is."""
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b", temperature=0.5)))
     seam.on_step_start(output_of(preempted="b"))
@@ -196,6 +198,7 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
 def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
     runner: Any, batch: Any, how: str
 ) -> None:
+    """A request that begins, ends or is preempted in the running step gets no late draft."""
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b")))
     started = [new("a")] if how == "started" else []
@@ -206,6 +209,7 @@ def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
 
 
 def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
+    """Scheduled positions beyond a draft's length are padding, not draft tokens."""
     runner.vllm_config.scheduler_config.async_scheduling = True
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 10])
@@ -246,6 +250,7 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
 
 
 def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) -> None:
+    """If a request is preempted and ends in one step, its id is new when it is used again."""
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a")))
     seam.on_step_start(output_of(finished="a", preempted="a"))
@@ -254,6 +259,7 @@ def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) 
 
 
 def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: Any) -> None:
+    """A new request with the id of an earlier one does not get its draft."""
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.on_step_start(output_of(new("a"), new("b")))
@@ -318,6 +324,7 @@ def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Heter
 def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With synchronous scheduling `propose` begins drafts and `get_draft_tokens` finishes them."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     proposer: Any = _Proposer()
     speculator = HeteroSpeculator(proposer)
@@ -473,6 +480,7 @@ def test_steps_that_may_have_no_drafts_go_by(
 def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With synchronous scheduling a step is skipped if `skip_step` returns True."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     proposer: Any = _Proposer()
     proposer.warm = True
@@ -499,6 +507,7 @@ def config_of(**changes: Any) -> Any:
 
 
 def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
+    """V2 is not chosen if a feature does not work with this package on V2."""
     from vllm_hetero_spec.engine.seam import runner_choice
 
     custom = "speculative method 'custom_class'"

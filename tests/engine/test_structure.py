@@ -94,6 +94,7 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
 
 @pytest.mark.parametrize("name", [named(file) for file in FILES if "engine" in file.parts])
 def test_attributes_are_born_in_init(name: str) -> None:
+    """Each attribute of an object is declared in its class or assigned in `__init__`."""
     tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
     for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         declared = {

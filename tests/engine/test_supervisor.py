@@ -239,6 +239,7 @@ def test_other_plugins_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_key_is_to_be_left_out_that_was_not_given(
     monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
+    """The remedy names `drafter_device` only if the user has set it."""
     shape = (1, 1, 1, 0)
     given = SimpleNamespace(
         options=SimpleNamespace(drafter_device=device),

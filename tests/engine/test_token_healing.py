@@ -129,6 +129,10 @@ def test_samples_follow_the_targets_law(
 def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(
     demo_pair: Path,
 ) -> None:
+    """Token healing is used if the target often ends a token inside a drafter token.
+
+    Here this is the case only if the target has the smaller vocabulary.
+    """
     large, small = (
         load_tokenizer(AutoTokenizer.from_pretrained(demo_pair / name), name)
         for name in ("target", "drafter")

@@ -27,7 +27,10 @@ from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_the_target_as_its_own_drafter_goes_down_the_main_path(raced: bool) -> None:
-    """This holds in several rounds; later ones use KV that earlier trees have left."""
+    """If the drafter is the target, the chain in each tree is accepted.
+
+    Later rounds use KV that earlier trees have left.
+    """
     world, texts = World(raced=raced), {name: list(text) for name, text in TEXTS.items()}
     room = TreeRoom(64, 300, 60)
     control = planned(step_of(texts, room=room, raced=raced))
@@ -52,6 +55,7 @@ def test_the_target_as_its_own_drafter_goes_down_the_main_path(raced: bool) -> N
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
+    """A value is at most its parent's, and so is the sum of the values of siblings."""
     world, control = World(raced=raced), planned(step_of(TEXTS, raced=raced))
     for draft in world.draft(TEXTS, control).values():
         assert draft.explored is not None
@@ -88,6 +92,7 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> None:
+    """A round with trees sends one packet to the device (two with races), and fetches one."""
     sent, fetched = [], []
     send, fetch = staging._Buffer.send, staging.Receiver.fetch
     monkeypatch.setattr(
@@ -181,6 +186,7 @@ def by_ranks(parents: Sequence[int], tokens: Sequence[int]) -> dict[tuple[int, .
 
 
 def test_trees_that_were_cut_teach_nothing() -> None:
+    """If vLLM schedules only a part of a tree, its values are not updated."""
     values = TreeValues.unknown()
     control, _ = controlled(Fixed(LOOKAHEAD), values)
     world = World()
@@ -195,7 +201,8 @@ def test_trees_that_were_cut_teach_nothing() -> None:
 class Priced(Fixed):
     """Controller with given prices.
 
-    A step's rows cost `price + rise * rows`, and a branch costs `side` per context token.
+    In a step of `rows` rows, one more row costs `price + rise * rows` tokens. A branch costs `side`
+    tokens per context token.
     """
 
     def __init__(self, price: float, rise: float = 0.0, side: float = 0.0) -> None:
@@ -229,6 +236,7 @@ class Priced(Fixed):
 
 
 def test_dear_rows_are_not_verified() -> None:
+    """With higher prices of rows or branches, trees are smaller."""
     world = World()
 
     def nodes(controller: Controller) -> int:
@@ -369,7 +377,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     assert len(controller.found) == controller.trees == 3
     assert controller.trimmed == []
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) - 1 for name, d in drafts.items()}))
-    assert values.to_dict() == TreeValues.unknown().to_dict()  # they were cut
+    assert values.to_dict() == TreeValues.unknown().to_dict()  # the drafts were cut
     control.plan(step, [0] * 3)
     control.trim(list(drafts.values()))
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) for name, d in drafts.items()}))

@@ -48,7 +48,7 @@ def fed(draft: Draft) -> list[list[int]]:
 
 
 def expected(paths: int, length: int = LOOKAHEAD) -> list[list[int]]:
-    """Return `fed` if each path leaves one token later, with the second most likely token."""
+    """Return `fed` if each path leaves one token later than the last, with the second child."""
     last = length - 1  # the drafter's row after the last token is not computed
     return [[0, 1] if place < paths - 1 else [0] for place in range(last)] + [[]]
 
@@ -62,7 +62,7 @@ def laws(world: World, text: Sequence[int], draft: Draft) -> torch.Tensor:
 
 @pytest.mark.parametrize("paths", [1, 2, 3, 4])
 def test_nodes_of_raced_trees_are_the_first_arrivals(paths: int) -> None:
-    """This holds on every path, with the clocks of each position."""
+    """On every path, a node's children are the first arrivals of the race at its position."""
     world, texts = World(raced=True), {name: list(text) for name, text in TEXTS.items()}
     control = planned(step_of(texts, raced=True))
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_races_beside_forks() -> None:
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_output_is_that_without_other_paths(raced: bool) -> None:
-    """This holds for races too, although their trees differ."""
+    """The number of paths does not change the output; with races it changes the trees."""
     outputs = []
     for paths in (0, 1, 2, 3):
         world, texts = World(raced=raced), {name: list(text) for name, text in TEXTS.items()}
@@ -284,7 +284,10 @@ def test_output_is_that_without_other_paths(raced: bool) -> None:
 
 
 def test_forks_give_their_blocks_back() -> None:
-    """If too few blocks are free, there are fewer branches, and the missing ones are counted."""
+    """A round frees the KV blocks of its branches.
+
+    If too few blocks are free, there are fewer branches, and the missing ones are counted.
+    """
     held = []
     for paths in (1, 3):
         world = World()
@@ -312,6 +315,7 @@ def test_forks_give_their_blocks_back() -> None:
 def test_where_few_places_were_recorded_all_have_fewer_paths(
     recorded: Sequence[int], paths: int
 ) -> None:
+    """If graphs are captured for few rows only, all requests have fewer paths."""
     world = World(graphs=True, recorded=recorded)
     drafts = world.draft(TEXTS, planned(step_of(TEXTS)), paths=3)
     assert all(fed(draft) == expected(paths) for draft in drafts.values())
@@ -321,7 +325,7 @@ def test_where_few_places_were_recorded_all_have_fewer_paths(
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_graphs_find_the_same_trees(raced: bool) -> None:
-    """There are three paths. Each drafter token is counted once."""
+    """CUDA graphs do not change trees with three paths. Each drafter token is counted once."""
     trees, steps = [], LOOKAHEAD + (not raced)
     for graphs in (False, True):
         world = World(raced=raced, graphs=graphs)

@@ -94,6 +94,7 @@ def test_scheduler_and_workers_count_alike(inner: Any, kept: int) -> None:
 
 
 def test_the_scheduler_does_not_know_them() -> None:
+    """The scheduler's KV cache has no scratch blocks; the workers' has."""
     told: list[Any] = []
     wrapped = scratch._wrap_scheduler(lambda self, *args, **kwargs: told.append(args))
     cache = cache_of(400)
@@ -152,6 +153,7 @@ def test_chains_elsewhere(
 def test_processors_that_are_installed_are_read_by_v2_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Installed logits processors exclude trees on V2 only. V1 disables them with speculation."""
     found: dict[str, list[str]] = {"vllm.logits_processors": []}
     monkeypatch.setattr(scratch, "entry_points", lambda group: found[group])
     assert nodes_of(config_of()) == 8
@@ -161,7 +163,7 @@ def test_processors_that_are_installed_are_read_by_v2_alone(
 
 
 def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM checks this before `reserve_rows` adds the rows of trees, so the plugin checks it again."""
+    """vLLM checks this before `reserve_rows` adds the rows of trees; the plugin checks it again."""
     adapters = {"lora_config": "some"}
     assert nodes_of(config_of(**adapters)) == 8
     tight = {"scheduler_config": SimpleNamespace(**ROOM | {"max_num_batched_tokens": 40 * 17 - 1})}

@@ -112,6 +112,7 @@ def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureF
 def test_it_is_said_where_trees_have_no_graphs(
     mode: str, graphs: Any, none: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If steps with trees have no CUDA graphs, the log names `cudagraph_mode`."""
     with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
         assert agreed(graphs=graphs, mode=CUDAGraphMode[mode])
     assert (f"without CUDA graphs, since cudagraph_mode is {mode};" in caplog.text) is none

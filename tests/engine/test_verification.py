@@ -290,7 +290,10 @@ def test_target_probs_take_no_second_table(kept: bool) -> None:
 
 @pytest.mark.parametrize("likeliest", [None, 1, 4])
 def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> None:
-    """This holds with and without requests for the most likely tokens in the batch."""
+    """`logprob_token_ids` get their log probabilities with drafts.
+
+    Other requests of the batch may have the most likely tokens, or none.
+    """
     torch.manual_seed(3)
     plain = Engine("token").sampler(*arguments(likeliest))
     torch.manual_seed(3)
@@ -320,6 +323,7 @@ def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> Non
 
 
 def test_tokens_that_v2_emits_stand_at_the_rows_they_come_from() -> None:
+    """`flat` returns the emitted token of each row of logits, and 0 for the other rows."""
     sampled = torch.tensor([[5, 6, -1], [7, -1, -1], [1, 2, 3]])
     cu, local = torch.tensor([0, 3, 4, 7]), torch.tensor([0, 1, 2, 0, 0, 1, 2], dtype=torch.int32)
     found = flat(sampled, torch.tensor([2, 1, 3]), cu, local)
@@ -327,6 +331,7 @@ def test_tokens_that_v2_emits_stand_at_the_rows_they_come_from() -> None:
 
 
 def test_fuzzy_accounts_are_settled_when_tokens_are_on_the_host() -> None:
+    """The counters of `fuzzy` are updated when the tokens have arrived on the host."""
     torch.manual_seed(0)
     engine = Engine("fuzzy")
     output = engine.sampler(*arguments())

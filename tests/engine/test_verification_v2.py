@@ -217,7 +217,7 @@ def mixed(rule: str, **more: Any) -> Mixed:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("parts", [((0, 5),), ((0, 2), (2, 4), (4, 5))])
 def test_verdicts_are_those_of_v1(rule: str, parts: Sequence[tuple[int, int]]) -> None:
-    """This holds in parts, too. The batch has a request of each kind."""
+    """V2's verdicts equal V1's for a request of each kind, in one part or in several."""
     batch = mixed(rule)
     found = batch.run(parts)
     assert len(found) == len(parts)
