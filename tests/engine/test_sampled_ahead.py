@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts drawn ahead, in a process of their own: samples keep the target's law, and wrong ways are
-caught.
+"""Tests of sampled drafts that the drafter process precomputes (`draft_ahead`).
+
+The output must follow the target's distribution. Two known faults must be detected.
 """
 
 import gc
@@ -32,7 +33,7 @@ CORE = max(os.sched_getaffinity(0))
 
 @pytest.fixture(scope="module")
 def laws(chain_pair: Path) -> dict[str, Law]:
-    """Under every setting."""
+    """The target's distribution under each setting."""
     return {name: Law.of(chain_pair / "target", setting) for name, setting in SETTINGS.items()}
 
 
@@ -40,7 +41,7 @@ def laws(chain_pair: Path) -> dict[str, Law]:
 def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
     method, verification = request.param
     spec = process(chain_pair / "drafter", method, 3, verification=verification)
-    # So many rows of the drafter's that each request of a wave has guesses.
+    # 4 * WAVE drafter rows: enough that each request of a wave has guesses.
     with engine(chain_pair / "target", spec, max_num_seqs=4 * WAVE) as llm:
         yield llm
 
@@ -53,7 +54,7 @@ def process(drafter: Path, method: str, lookahead: int, **changes: Any) -> dict[
 def test_samples_follow_the_targets_law(
     llm: Any, laws: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts that were foreseen, and drafts that were waited for."""
+    """Covers precomputed drafts and drafts that the target waits for."""
     patient(llm, monkeypatch)
     before = read_stats(llm)
     for name, setting in SETTINGS.items():
@@ -74,7 +75,7 @@ def test_samples_follow_the_targets_law(
 
 
 def a_tenth_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what each token was drawn with."""
+    """Fault: `draft_probs` contain a tenth of the true probabilities."""
     drafts = SampledRecordDecoder.drafts
 
     def told(self: SampledRecordDecoder, *args: Any) -> list[Draft]:
@@ -89,7 +90,7 @@ def a_tenth_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the drafter drew by what its tokens will be accepted by."""
+    """Fault: the drafter samples with the random numbers that verification uses to accept."""
 
     def drawn(*, draw: DraftSampling | None, **told: Any) -> RequestUpdate:
         draw = draw and replace(draw, seed=draw.seed ^ DRAFT ^ ACCEPT)
@@ -101,7 +102,10 @@ def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_ways_are_caught(
     llm: Any, laws: dict, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Each under one rule: how a block was drawn is hardly seen in it, since it is judged whole."""
+    """Each fault is tested under one rule.
+
+    `block` accepts or rejects whole prefixes, so shared random numbers hardly change its output.
+    """
     block = "block" in request.node.name
     wrong = a_tenth_of_the_probability if block else numbers_of_verification
     patient(llm, monkeypatch)
@@ -116,7 +120,7 @@ def test_wrong_ways_are_caught(
 def test_a_drafter_that_is_the_target_is_nearly_always_right(
     chain_pair: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for what is not among the likeliest tokens, which it does not draw."""
+    """The rate is below 1 because the drafter samples only from its most likely tokens."""
     target = chain_pair / "target"
     with engine(target, process(target, method, 4), max_num_seqs=16) as llm:
         patient(llm, monkeypatch)

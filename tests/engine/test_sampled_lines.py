@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that were drawn before it was known what they follow keep the target's law, exactly.
+"""Exact tests: drafts sampled before their context is known keep the target's distribution.
 
-Two steps of the target are enumerated with all that is drawn: the first verifies a draft while the
-lines behind it are drawn, the second what was found of them. Known-wrong ways must be caught.
+Two steps of the target are enumerated with all random draws. The first step verifies a draft, and
+lines of later tokens are sampled meanwhile. The second step verifies what the search finds in these
+lines. Known faults must be detected.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,23 +26,23 @@ from vllm_hetero_spec.engine.ahead.continuations import (
 from vllm_hetero_spec.engine.ahead.server_requests import Alternative, choose_guesses
 
 EXACT, WRONG = 1e-10, 1e-3
-BRANCHES, BEHIND = 2, 2  # lines beside the chain, and tokens that are drawn for each
+BRANCHES, BEHIND = 2, 2  # lines besides the chain; sampled tokens of each line
 Draws = Callable[[Row, Pair], Row]
 
 
 def of_both(row: Row, pair: Pair) -> Row:
-    """tli: drawn from what both have."""
+    """`tli`: sample from the tokens that both vocabularies contain."""
     own = row * [pair.twin(d) is not None for d in range(len(row))]
     return own / own.sum()
 
 
 def of_all(row: Row, pair: Pair) -> Row:
-    """push_forward."""
+    """`push_forward`: sample from all drafter tokens."""
     return row
 
 
 class Line(Sequence[int]):
-    """Tokens of a line, each drawn when it is first looked at: the law is the same."""
+    """Tokens of a line. Each is sampled at its first access; the distribution is the same."""
 
     def __init__(self, of: "Ahead", start: Sequence[int], drawn: int, base: int = 0) -> None:
         self._of, self._ids, self.base = of, [*start], base
@@ -64,13 +65,13 @@ class Line(Sequence[int]):
         return self._ids[at]
 
     def row(self, at: int) -> Row:
-        """What the token there is drawn from, over the drafter's."""
+        """Return the distribution of a token over the drafter's vocabulary."""
         return self._of.draws(self._of.drafter(tuple(self[:at])), self._of.world.pair)
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is drafted behind a text while the target verifies the chain's first tokens."""
+    """Lines drafted after a text while the target verifies the chain's first tokens."""
 
     world: World
     draws: Draws
@@ -81,7 +82,7 @@ class Ahead:
         return Line(self, (), at_stake + BEHIND)
 
     def beside(self, chain: Line, at_stake: int) -> Iterator[Line]:
-        """Guesses, which follow from rows and from the chain's tokens."""
+        """Yield the guesses, which depend only on the rows and on the chain's tokens."""
         rivals = []
         for place in range(at_stake + 1):
             row = self.drafter(tuple(chain[:place]))
@@ -92,7 +93,7 @@ class Ahead:
             yield Line(self, [*chain[:place], token], BEHIND, place + 1)
 
     def proposals(self, drawn: Sequence[int], rows: Sequence[Row | None]) -> Stream:
-        """Drafter tokens as what they propose; a row that is None is that of a certain token."""
+        """Yield the target tokens that drafter tokens propose. A row is None for certain tokens."""
         pair, size = self.world.pair, len(self.world.pair.target)
         for d, row in zip(drawn, rows, strict=True):
             first, *rest = pair.kappa(d)
@@ -105,7 +106,10 @@ class Ahead:
 
 
 class Found(NamedTuple):
-    """What is used: drafter tokens, their rows, and what the first ones propose otherwise."""
+    """The draft of the second step.
+
+    `ids` are drafter tokens, `rows` their distributions, and `instead` proposals that precede them.
+    """
 
     ids: Sequence[int]
     rows: Sequence[Row | None]
@@ -116,7 +120,7 @@ Find = Callable[[Ahead, Sequence[Line], bytes, int], Found]
 
 
 def as_it_is(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Found:
-    """What the engine does; `seen` leading tokens of the chain are certain by now."""
+    """Search like the engine. The first `seen` tokens of the chain are certain."""
     found = find_drawn(
         ((line.base, line) for line in lines), outcome, of.world.pair.drafter.__getitem__
     )
@@ -137,12 +141,12 @@ def _found(
 
 
 class Step(NamedTuple):
-    """A way of doing it."""
+    """A variant of the two steps: the engine's, or a known fault."""
 
     find: Find = as_it_is
     at_stake: int = 1
-    blind: bool = False  # verification does not tell what it has looked at
-    again: bool = False  # the first guess is followed twice
+    blind: bool = False  # fault: verified tokens keep their rows
+    again: bool = False  # two lines continue the first guess
     noise: Callable[[Chance, Ahead, Found], Chance] = lambda chance, of, found: chance
 
 
@@ -182,7 +186,7 @@ def deviation(
 METHODS = {"tli": of_both, "push_forward": of_all}
 RULES = {"token": ref.token_rule, "block": ref.block_rule}
 PAIR = {"target": (b"a", b"b", b"ab", b"ba"), "drafter": (b"a", b"b", b"aa")}
-# A target with a token that adds nothing to the drafter's text.
+# The target has a token that adds no bytes to the drafter's text.
 EMPTY = {"target": (b"a", b"b", b"ab", b""), "drafter": (b"a", b"b")}
 
 
@@ -199,7 +203,7 @@ def test_lossless(method: str, rule: str, at_stake: int) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("at_stake", [1, 2])
 def test_lossless_where_a_correction_adds_no_bytes(method: str, rule: str, at_stake: int) -> None:
-    """The token that was rejected is found behind the text again."""
+    """The recovered token adds no bytes, so the search finds the rejected token again."""
     for world in worlds(2, **EMPTY):
         way = Step(at_stake=at_stake)
         assert deviation(world, way, METHODS[method], RULES[rule], length=3) < EXACT
@@ -207,15 +211,16 @@ def test_lossless_where_a_correction_adds_no_bytes(method: str, rule: str, at_st
 
 @pytest.mark.parametrize("rule", RULES)
 def test_two_lines_with_one_base_are_lossless_where_the_first_is_used(rule: str) -> None:
+    """If two lines have the same base, the search must use the first one."""
     for world in worlds(2, **PAIR):
         assert deviation(world, Step(again=True), of_all, RULES[rule], length=4) < EXACT
 
 
-# --------------------------------------------------------------------- ways that must be caught
+# --------------------------------------------------------------------- faults to detect
 
 
 def likelier(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Found:
-    """(i) Of two lines with one base the one whose next token is likelier."""
+    """Fault 1: of two lines with one base, use the one with the more likely next token."""
     chain, *branches = lines
 
     def share(line: Line) -> float:
@@ -225,14 +230,14 @@ def likelier(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Fou
 
 
 def row_of_the_draw_before(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Found:
-    """(ii)"""
+    """Fault 2: each token has the row of the draw before it."""
     spelled = of.world.pair.drafter.__getitem__
     found = find_drawn(((line.base, line) for line in lines), outcome, spelled)
     return _found(lines, found, seen, earlier=1)
 
 
 def inside_a_token(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) -> Found:
-    """(iii) What is left of a token comes with the row that the whole was drawn from."""
+    """Fault 3: the rest of a token has the row of the whole token."""
     spelled = of.world.pair.drafter.__getitem__
     found = find_remainder(lines, outcome, b"", spelled)
     if found is None or not found.known:
@@ -246,12 +251,12 @@ def inside_a_token(of: Ahead, lines: Sequence[Line], outcome: bytes, seen: int) 
 
 
 class SharedNoise:
-    """(iv) A line is drawn by the very numbers that its tokens will be accepted by."""
+    """Fault 4: sampling of a line and acceptance of its tokens use the same random numbers."""
 
     def __init__(self, chance: Chance, of: Ahead, found: Found) -> None:
         self._chance = chance
         self.draw = chance.draw
-        self._drawn = []  # where the number of each lies
+        self._drawn = []  # start and width of the interval that contains each token's number
         for d, row in zip(found.ids, found.rows, strict=True):
             assert row is not None
             self._drawn.append((float(row[:d].sum()), float(row[d])))
@@ -279,11 +284,15 @@ def worst(way: Step, rule: Callable, **pair: Sequence[bytes]) -> float:
     ids=["likelier", "row before", "inside", "noise"],
 )
 def test_wrong_ways_are_caught(way: Step) -> None:
+    """Each of faults 1 to 4 changes the output distribution."""
     assert worst(way, ref.token_rule) > WRONG
 
 
 def test_what_a_verification_of_blocks_has_looked_at_is_not_new() -> None:
-    """(v) A draft's end has had a part in where it was left, and is found behind that again."""
+    """Fault 5: a verified token that the search finds again keeps its row.
+
+    Under `block` the end of a draft has influenced where the draft was rejected.
+    """
     ways = (Step(at_stake=3, blind=blind) for blind in (False, True))
     right, wrong = (worst(way, ref.block_rule, drafter=(b"a", b"b")) for way in ways)
     assert right < EXACT
@@ -292,5 +301,8 @@ def test_what_a_verification_of_blocks_has_looked_at_is_not_new() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_was_rejected_is_not_new(rule: str) -> None:
-    """(vi) It is found again behind a correction that adds no bytes, under every rule."""
+    """Fault 6: the same with a rejected token, under every rule.
+
+    The search finds it again after a recovered token that adds no bytes.
+    """
     assert worst(Step(blind=True), RULES[rule], **EMPTY) > WRONG

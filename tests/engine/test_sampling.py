@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At temperature > 0 samples follow the target's own law, and a wrong rule is caught.
+"""Tests of sampled requests: output follows the target's distribution at temperature > 0.
 
-HETERO_SPEC_SAMPLES=<samples of each setting> makes the tests long ones, over all methods.
+A known-wrong rule must be detected. HETERO_SPEC_SAMPLES=<samples per setting> selects longer tests
+of all methods.
 """
 
 import json
@@ -24,26 +25,29 @@ from vllm_hetero_spec.verify.drafts import DraftBatch
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
 pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])]
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "1200"))
-FEW_SAMPLES = 300  # of each setting, in the fast tier
+FEW_SAMPLES = 300  # per setting, without --full
 SETTINGS = {
     "is_greedy": Setting(0.8, top_k=3),
     "nucleus": Setting(1.0, top_p=0.8),
     "hot": Setting(1.0),
 }
-# Told how unlikely it was to be drafted, a verifier accepts whatever is.
+# Probability of each draft token in the wrong rule. It is so low that every token is accepted.
 WRONG_MASS, WRONG_SAMPLES = 1e-9, 400
 
 
 @pytest.fixture(scope="module")
 def laws(chain_pair: Path) -> dict[str, dict[Ids, float]]:
-    """The target's law under every setting."""
+    """The target's distribution under each setting."""
     model, start = load(chain_pair / "target", PROMPT)
     return {name: law_of(model, start, setting) for name, setting in SETTINGS.items()}
 
 
 @pytest.fixture(scope="module")
 def unwritten(chain_pair: Path) -> tuple[set[int], dict[bool, float]]:
-    """Tokens that the drafter cannot draft, and whether the second one of a hot text is of them."""
+    """Tokens that the drafter cannot draft, and the distribution of "the third token is one".
+
+    The third token of a "hot" output is the first that is drafted.
+    """
     tokens = unknown(chain_pair / "target")
     model, start = load(chain_pair / "target", PROMPT)
     return tokens, third_is_one_of(model, start, SETTINGS["hot"], tokens)
@@ -66,7 +70,7 @@ def params_of(setting: Setting, seed: int | None = None) -> SamplingParams:
 
 
 def sample(llm: Any, count: int, settings: dict[str, Setting], *, seeds: bool) -> dict[str, list]:
-    """`count` samples of every setting, all in one batch with greedy requests among them."""
+    """Return `count` samples of each setting, generated in one batch with greedy requests."""
     greedy = SamplingParams(temperature=0, max_tokens=LENGTH + 2, ignore_eos=True)
     params, names = [], []
     for s in range(count):
@@ -124,7 +128,7 @@ def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
     method, _, candidates = method.partition(":")
     more = {"merge_candidates": int(candidates)} if candidates else {}
     spec = slem(chain_pair / drafter, lookahead=3, method=method, verification=verification, **more)
-    room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
+    room = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # prompts are not chunked
     with engine(chain_pair / "target", spec, **room) as llm:
         profile(llm)
         yield llm
@@ -133,7 +137,7 @@ def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
 def test_samples_follow_the_targets_law(
     llm: Any, laws: dict, unwritten: tuple, request: pytest.FixtureRequest
 ) -> None:
-    """Every setting, seeded and not, greedy neighbours, all in one batch."""
+    """One batch has all settings, requests with and without a seed, and greedy requests."""
     count = SAMPLES if LONG or request.config.getoption("--full") else FEW_SAMPLES
     check(sample(llm, count, SETTINGS, seeds=True), laws, unwritten)
     gained = metrics_of(llm)
@@ -158,9 +162,9 @@ def test_a_verifier_that_is_told_another_law_is_caught(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The negative oracle: every draft passes, so that the drafter's law is seen, not the target's.
+    """With the wrong rule every draft token is accepted, so output follows the drafter.
 
-    Whatever the method, what it cannot write is then never the third token, the first drafted one.
+    The third token is the first that is drafted. It is then never a token that the drafter lacks.
     """
     if {"race", "garbled"} & set(request.node.name.strip("]").split("-")):
         pytest.skip("races read no draft_probs, and a garbled drafter writes all letters")
@@ -176,7 +180,7 @@ def test_a_verifier_that_is_told_another_law_is_caught(
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["slem", "tli", "push_forward", "slrs", "union"])
 def test_chunked_prompts(chain_pair: Path, laws: dict, unwritten: tuple, method: str) -> None:
-    """Prompts read in pieces, by the target and by the drafter, beside requests that sample."""
+    """Target and drafter prefill prompts in chunks, in the same batch as requests that sample."""
     if not LONG and method != "push_forward":
         pytest.skip("one method stands for all in the short run")
     spec = slem(chain_pair / "drafter", lookahead=3, method=method)
@@ -189,7 +193,7 @@ def test_chunked_prompts(chain_pair: Path, laws: dict, unwritten: tuple, method:
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["tli", "push_forward", "slrs"])
 def test_a_drafter_that_is_the_target_is_always_right(chain_pair: Path, method: str) -> None:
-    """Same model, same tokenizer, same law: rows agree but for rounding."""
+    """The distributions of both models differ only by rounding."""
     target = chain_pair / "target"
     with engine(target, slem(target, lookahead=4, method=method), max_num_seqs=16) as llm:
         params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=41, ignore_eos=True)
@@ -201,7 +205,11 @@ def test_a_drafter_that_is_the_target_is_always_right(chain_pair: Path, method: 
 
 @pytest.mark.full
 def test_rows_of_a_round_are_bounded(chain_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drawn token carries a row: where many draw, each draws less far; greedy ones go on."""
+    """Each sampled draft token needs a row of `draft_probs`, whose total size has a limit.
+
+    If many requests sample, each draft is shorter. Greedy drafts have no rows and keep their
+    length.
+    """
     width = json.loads((chain_pair / "target" / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(token_map, "_MOST_BYTES", 12 * 4 * (width + 1))
     hot, is_greedy = (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter lies where vLLM keeps what outlives a sleep of level 2, but for its KV.
+"""Tests of sleep mode: memory tags of the drafter's weights and KV cache.
 
-Nothing sleeps on a CPU.
+A sleep of level 2 discards the drafter's KV and keeps its weights, because their tag is "runtime".
+A CPU has no sleep mode, so a stand-in for vLLM's allocator records the tags.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from vllm_hetero_spec.engine.seam import sleep_mode
 
 
 class Allocator(TorchDispatchMode):
-    """Stands for vLLM's: remembers the memory that is allocated under each tag."""
+    """Stand-in for vLLM's allocator that records the memory allocated under each tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Allocator(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 held = self.allocated.setdefault(self._tag, set())
                 held.add(tensor.untyped_storage().data_ptr())
-                held.discard(0)  # of an empty one
+                held.discard(0)  # address of an empty tensor
         return found
 
 
@@ -79,7 +80,7 @@ def test_drafter_is_allocated_where_it_outlives_sleep(
         assert caches <= dropped
         generate(llm, prompts[:2], greedy())
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-        # vLLM also discards KV alone, while nothing sleeps.
+        # vLLM may also discard only the KV, without a sleep.
         text = "\n".join(code_prompts)[:1500]
         generate(llm, [text], greedy(max_tokens=8))
         for tags, reuses in ((["weights"], True), (["kv_cache"], False)):
@@ -89,7 +90,7 @@ def test_drafter_is_allocated_where_it_outlives_sleep(
             assert (read_stats(llm)["reused_tokens"] > before) == reuses
         drafter = weakref.ref(model)
         del model, layers, tensors
-    assert drafter() is None  # with the engine, though the LLM is still there
+    assert drafter() is None  # released with the engine, although the LLM object still exists
     assert read_stats(llm)["drafts"] > 0
 
 

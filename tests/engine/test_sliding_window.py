@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters of which some layers look back no further than a window share KV blocks with others."""
+"""Tests of drafters with sliding-window layers.
+
+These layers share KV blocks with layers of full attention.
+"""
 
 import json
 import shutil
@@ -43,7 +46,7 @@ _SHAPE = {
 
 @pytest.fixture(scope="module")
 def gemma(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Gemma 3, every other layer of which looks back no further than the window."""
+    """A Gemma 3 model. Every second layer has a sliding window."""
     own = {"query_pre_attn_scalar": 64, "layer_types": [*KINDS, *KINDS]}
     make = partial(Gemma3TextConfig, **_SHAPE, **own)
     return save_model(make, demo_pair, tmp_path_factory.mktemp("gemma"))
@@ -51,13 +54,13 @@ def gemma(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mistral(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mistral, of which all layers do."""
+    """A Mistral model. All layers have a sliding window."""
     make = partial(MistralConfig, **_SHAPE)
     return save_model(make, demo_pair, tmp_path_factory.mktemp("mistral"))
 
 
 def everywhere(gemma: Path, out: Path, kind: str) -> Path:
-    """The same weights with one kind of attention in all layers."""
+    """Return a copy of the model with one kind of attention in all layers."""
     shutil.copytree(gemma, out)
     config = json.loads((gemma / "config.json").read_text())
     config["layer_types"] = [kind] * len(config["layer_types"])
@@ -90,7 +93,10 @@ def test_drafts_for_another_target(
 def test_drafts_look_back_as_far_as_the_target(
     gemma: Path, texts: list, gemma_alone: Outputs
 ) -> None:
-    """The target's windows are vLLM's affair: a drafter that is the target has all accepted."""
+    """A drafter equal to the target has all draft tokens accepted, so it has the same windows.
+
+    vLLM implements the target's windows.
+    """
     tokenizer = AutoTokenizer.from_pretrained(gemma)
     assert min(len(tokenizer(text)["input_ids"]) for text in texts) > 2 * WINDOW
     with engine(gemma, slem(gemma)) as llm:
@@ -103,7 +109,10 @@ def test_drafts_look_back_as_far_as_the_target(
 def test_other_windows_are_other_drafts(
     gemma: Path, texts: list, gemma_alone: Outputs, kind: str, tmp_path: Path
 ) -> None:
-    """What the test above proves: these weights draft otherwise where the windows differ."""
+    """The same weights with other windows produce other drafts.
+
+    Without this, the test above could pass with any windows.
+    """
     with engine(gemma, slem(everywhere(gemma, tmp_path / kind, kind))) as llm:
         assert generate(llm, texts, greedy()) == gemma_alone
         assert metrics_of(llm)["num_draft_tokens"] > 100
@@ -112,7 +121,10 @@ def test_other_windows_are_other_drafts(
 
 @pytest.mark.full
 def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Path) -> None:
-    """The same weights without it draft otherwise, as the target with it has none of theirs."""
+    """Target and drafter each use the window of their own config.
+
+    All draft tokens are accepted only if both have the window.
+    """
     shutil.copytree(mistral, tmp_path / "far")
     config = json.loads((mistral / "config.json").read_text()) | {"sliding_window": None}
     (tmp_path / "far" / "config.json").write_text(json.dumps(config))
@@ -125,9 +137,9 @@ def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Pat
 
 
 def test_state_that_cannot_be_rolled_back_is_refused(demo_pair: Path, tmp_path: Path) -> None:
-    """A recurrent state is not kept by token: rejected drafts would stay in it.
+    """A recurrent state has no entry per token, so rejected draft tokens would stay in it.
 
-    Before any weight is read, as all that is known without.
+    The engine refuses such a drafter before it reads weights.
     """
     tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     tokenizer.save_pretrained(tmp_path)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM remembers of a start's memory is of the drafter and its options too."""
+"""Tests of the configuration hash: it includes the drafter and its options.
+
+vLLM's startup plan uses it to reuse the measured KV cache memory of an earlier start.
+"""
 
 import pickle
 import subprocess

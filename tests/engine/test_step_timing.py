@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing the two models at start-up: which sizes, and when it ends."""
+"""Tests of start-up timing of both models: sizes and budget."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def test_sizes_grow_and_end_with_the_largest() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that only steps move."""
+    """Current time in seconds, in a list. Only the test advances it."""
     now = [0.0]
     monkeypatch.setattr(costing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(costing.torch.accelerator, "synchronize", lambda: None)
@@ -32,6 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_each_size_is_the_quickest_of_some_and_long_ones_are_left_out(clock: list[float]) -> None:
+    """Each size has the time of its fastest run. No size is added after the budget is spent."""
     ran: list[int] = []
 
     def step(size: int) -> None:
@@ -58,15 +59,16 @@ def test_what_a_context_token_costs(clock: list[float]) -> None:
 
     assert costing.time_catch_up(read, 128, 0.01) == pytest.approx(0.002)
     assert set(ran) == {128}
-    assert costing.time_catch_up(lambda tokens: None, 128, 0.01) == 0.0  # never below nothing
+    assert costing.time_catch_up(lambda tokens: None, 128, 0.01) == 0.0  # never negative
 
 
 def test_ranks_stop_together(clock: list[float]) -> None:
+    """Timing stops when the first rank's value is True, on every rank."""
     asked: list[bool] = []
 
     def agree(said: bool) -> bool:
         asked.append(said)
-        return len(asked) == 3  # another rank's word
+        return len(asked) == 3  # the first rank's value
 
     assert len(time_steps(lambda size: None, 64, agree)) == 3
     assert asked == [False] * 3
@@ -76,7 +78,7 @@ def test_ranks_stop_together(clock: list[float]) -> None:
 def test_engines_that_wait_for_each_other_take_as_many_steps(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, experts: bool
 ) -> None:
-    """One has kept what it knew, the other has not: with experts, neither runs a step."""
+    """Only engine 0 has a file of estimates. With experts, engine 1 runs no step either."""
     group = SimpleNamespace(is_first_rank=True, broadcast_object=lambda said, src: said)
     monkeypatch.setattr(costing, "get_tp_group", lambda: group)
     config: Any = SimpleNamespace(
@@ -102,7 +104,7 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
         )
         drafting: Any = SimpleNamespace(source=source, parts=None)
         known = known_of_pair(file, seam, drafting, config, options)
-        assert known is not None  # to go on from, and to be kept
+        assert known is not None  # live timings update these estimates, and they are saved
         assert known.costs.knows_target != (experts and rank == 1)
     assert steps[0] == 0
     assert (steps[1] == 0) == experts
@@ -112,7 +114,7 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
 def test_other_ranks_are_told_whatever_reading_comes_to(
     clock: list[float], monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
-    """They wait for the first rank's word, and time steps with it."""
+    """The other ranks wait for the first rank's broadcast, and time steps together with it."""
     told: list[bool] = []
 
     def broadcast(said: bool, src: int) -> bool:
@@ -133,4 +135,4 @@ def test_other_ranks_are_told_whatever_reading_comes_to(
     seam: Any = SimpleNamespace(target_forward=lambda rows: None, max_num_tokens=64)
     assert known_of_pair(file, seam, None, config, HeteroOptions("slem", "drafter", 4)) is None
     assert told[0] is False
-    assert len(told) > 1  # it went on to time steps, as they do
+    assert len(told) > 1  # the first rank then times steps like the others

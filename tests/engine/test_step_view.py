@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting sees of a step of Model Runner V1, read from a runner of plain values."""
+"""Tests of `RunnerV1`: step views and batch views, built from a runner of plain values."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ def request_of(prompt: int, output: list[int], **params: Any) -> SimpleNamespace
 
 @pytest.fixture
 def runner() -> SimpleNamespace:
-    """Two requests, of which b reads its prompt, and one that waits."""
+    """Three requests: "a" decodes, "b" prefills, "waits" is not in the batch."""
     hetero = SimpleNamespace(num_speculative_tokens=4, tree_nodes=0)
     spec = SimpleNamespace(hetero=hetero, num_speculative_tokens=4)
     return SimpleNamespace(
@@ -63,7 +63,7 @@ def output_of(drafted: dict[str, list[int]], new: tuple[str, ...] = ()) -> Any:
 def test_full_graphs_are_for_chains(
     runner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where vLLM counts 16 rows of trees, chains of four still have graphs."""
+    """vLLM reserves 16 rows per draft for trees; chains of four tokens still use graphs."""
     compilation = CompilationConfig(
         cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
         cudagraph_capture_sizes=[1, 2, 4, 8, 16, 24],
@@ -80,7 +80,7 @@ def test_full_graphs_are_for_chains(
     monkeypatch.setattr(attention_v1, "nodes_of", lambda config: 8)
     RunnerV1(runner, attention_v1.trees_of(runner))
     rows = runner.uniform_decode_query_len
-    compilation.adjust_cudagraph_sizes_for_spec_decode(rows)  # as vLLM does from here on
+    compilation.adjust_cudagraph_sizes_for_spec_decode(rows)  # from here like vLLM
     dispatcher.initialize_cudagraph_keys(compilation.cudagraph_mode, rows)
     for requests in (1, 2, 4):
         mode, batch = dispatcher.dispatch(5 * requests, uniform_decode=True)
@@ -92,6 +92,7 @@ def test_full_graphs_are_for_chains(
 
 
 def test_media_are_no_text(runner: SimpleNamespace) -> None:
+    """Placeholder tokens of images and the like are not part of `prompt_text`."""
     places = [SimpleNamespace(offset=offset, length=2) for offset in (0, 1, 4)]
     runner.requests["b"].mm_features = [SimpleNamespace(mm_position=place) for place in places]
     runner.input_batch.num_tokens_no_spec[1] = 6
@@ -117,6 +118,7 @@ def test_a_view_has_what_the_step_did(runner: SimpleNamespace) -> None:
 
 
 def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> None:
+    """If a step preempts requests, scheduled positions without a draft are padding."""
     seam = RunnerV1(runner)
     output = output_of({"a": [-1] * 4})
     output.preempted_req_ids = {"waits"}
@@ -126,6 +128,7 @@ def test_places_behind_a_preemption_are_no_draft(runner: SimpleNamespace) -> Non
 
 
 def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> None:
+    """`target_seconds` begin when the drafts are taken, `step_seconds` with the last view."""
     seam = RunnerV1(runner)
     first = seam.view(output_of({}), [[8], [9]])
     assert first.target_seconds is first.step_seconds is None
@@ -134,7 +137,7 @@ def test_times_are_between_views_and_handing_out(runner: SimpleNamespace) -> Non
     assert runner._draft_probs is None
     second = seam.view(output_of({"a": [1, 2, 3, 4]}), [[8], [9]])
     assert 0 <= second.target_seconds <= second.step_seconds
-    assert second.decodes_only  # two requests and four draft tokens are all that was computed
+    assert second.decodes_only  # 6 scheduled tokens: two requests and four draft tokens
 
 
 def test_parameters_are_read_once_and_those_of_the_same_id_anew(runner: SimpleNamespace) -> None:
@@ -154,7 +157,10 @@ def test_parameters_are_read_once_and_those_of_the_same_id_anew(runner: SimpleNa
 
 
 def test_requests_without_a_seed_are_given_one(runner: SimpleNamespace) -> None:
-    """As it hangs on the engine's seed and their order alone, ranks and runs agree."""
+    """It depends only on the engine's seed and the order of requests, so all ranks have the same.
+
+    It is also the same in each run.
+    """
 
     def seeds() -> list[int]:
         return list(RunnerV1(runner).batch().noise_seeds)
@@ -165,7 +171,7 @@ def test_requests_without_a_seed_are_given_one(runner: SimpleNamespace) -> None:
     assert seeds() == first
     runner.model_config.seed = 1
     assert not set(seeds()) & set(first)
-    runner.requests["a"] = request_of(3, [], seed=2**64 - 1)  # which torch takes
+    runner.requests["a"] = request_of(3, [], seed=2**64 - 1)  # torch accepts it
     assert seeds()[0] == -1
 
 

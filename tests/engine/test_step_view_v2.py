@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting sees of a step of Model Runner V2, and what V2 is given, with plain values."""
+"""Tests of `RunnerV2` and its speculator: step views, transfer of drafts, order of calls.
+
+The runner, its batches and the proposer are stand-ins with plain values.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +47,7 @@ def output_of(*started: Any, finished: str = "", preempted: str = "", **drafted:
 
 @pytest.fixture
 def runner() -> SimpleNamespace:
-    """Room for three requests, of which "a" is in the last place and "b" in the first."""
+    """A runner with three slots: "a" has the last one and "b" the first."""
     texts = np.arange(30, dtype=np.int32).reshape(3, 10)
     uva = SimpleNamespace(np=texts)
     return SimpleNamespace(
@@ -82,7 +85,7 @@ def runner() -> SimpleNamespace:
 
 @pytest.fixture
 def batch() -> SimpleNamespace:
-    """The requests a and b."""
+    """A batch of the requests a and b."""
     places = np.array([2, 0])
     return SimpleNamespace(
         req_ids=["a", "b"],
@@ -93,14 +96,14 @@ def batch() -> SimpleNamespace:
 
 
 def batch_of_a(batch: Any) -> Any:
-    """The request a alone."""
+    """Return a batch of the request a alone."""
     places = batch.idx_mapping[:1]
     return SimpleNamespace(
         req_ids=["a"], num_reqs=1, idx_mapping=places, idx_mapping_np=places.numpy()
     )
 
 
-SAMPLED = torch.tensor([2, 0])  # b reads its prompt
+SAMPLED = torch.tensor([2, 0])  # b is in prefill
 
 
 def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
@@ -123,6 +126,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
 
 
 def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> None:
+    """Each row of logits has the LoRA adapter of its request."""
     seam = RunnerV2(runner)
     seam.map_adapters_by_row()
     seam.on_step_start(output_of(new("a"), new("b"), a=[7, 8]))
@@ -133,17 +137,18 @@ def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> N
 def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
     runner: Any, batch: Any
 ) -> None:
+    """A resumed request is not new; another request with the same id is."""
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b", temperature=0.5)))
     seam.on_step_start(output_of(preempted="b"))
-    assert set(seam.view(seam.sampled(batch, SAMPLED)).live) == {"a", "b"}  # it waits
+    assert set(seam.view(seam.sampled(batch, SAMPLED)).live) == {"a", "b"}  # b waits
     seam.on_step_start(output_of(new("b", temperature=0.5)))
     assert seam.view(seam.sampled(batch, SAMPLED)).started == {}
     seam.on_step_start(output_of(new("b", temperature=0.9), preempted="a"))
     again = seam.view(seam.sampled(batch, SAMPLED))
     assert again.started == {"b": None}
     assert again.requests[1].params.temperature == 0.9
-    seam.on_step_start(output_of(new("a"), finished="a"))  # aborted, its id taken
+    seam.on_step_start(output_of(new("a"), finished="a"))  # aborted; a new request has its id
     assert seam.view(seam.sampled(batch, SAMPLED)).started == {"a": None}
     seam.on_step_start(output_of(finished="ab"))
     assert not seam._new
@@ -157,13 +162,16 @@ def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
     assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[5, 6], []])
     seam.inputs.put(batch, [[5, 6], []])
     assert runner.req_states.draft_tokens[2, :2].tolist() == [5, 6]
-    assert runner.req_states.draft_tokens[1].tolist() == [99] * DRAFTED  # of nobody in the step
-    assert runner.req_states.draft_tokens.min() >= 0  # vLLM embeds what stands there
+    assert runner.req_states.draft_tokens[1].tolist() == [99] * DRAFTED  # slot without a request
+    assert runner.req_states.draft_tokens.min() >= 0  # vLLM embeds these ids
     assert seam.inputs.nothing(batch).shape == (2, DRAFTED)
 
 
 def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: Any) -> None:
-    """Two tokens of a prompt of c, then b's last token and places, then a's."""
+    """The prepared step has two prompt tokens of c, then b and then a.
+
+    Each of b and a has its last token and its draft positions.
+    """
     runner.vllm_config.scheduler_config.async_scheduling = True
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b")))
@@ -190,6 +198,7 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
 def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
     runner: Any, batch: Any, how: str
 ) -> None:
+    """A request that begins, ends or is preempted in the running step gets no late draft."""
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b")))
     started = [new("a")] if how == "started" else []
@@ -200,16 +209,17 @@ def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
 
 
 def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
+    """Scheduled positions beyond a draft's length are padding, not draft tokens."""
     runner.vllm_config.scheduler_config.async_scheduling = True
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 10])
     made_up = output_of(new("a"), new("b"), a=[-1] * DRAFTED, b=[-1] * DRAFTED)
     seam.on_step_start(made_up)
     assert seam.batch(batch).lengths == [0, 0]  # nothing has been drafted
-    assert seam.batch(batch).named == 2  # by the stand-in: the larger of two places
+    assert seam.batch(batch).named == 2  # the stand-in returns the largest slot
     seam.take_drafts(batch, [[5, 6], []])
     seam.inputs.put(batch, [[5, 6], []])
-    assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # padding is computed
+    assert runner.req_states.draft_tokens[[2, 0]].min() >= 0  # the target computes padding, too
     made_up.scheduled_new_reqs = []
     seam.on_step_start(made_up)
     assert seam.batch(batch).lengths == [2, 0]
@@ -224,7 +234,10 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
 
 
 def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: Any) -> None:
-    """vLLM schedules some for who comes back, so that all requests have as many rows."""
+    """vLLM schedules draft positions for a resumed request; they are padding.
+
+    All requests of a step then have equally many rows.
+    """
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.on_step_start(output_of(new("a"), new("b")))
@@ -237,6 +250,7 @@ def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: A
 
 
 def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) -> None:
+    """If a request is preempted and ends in one step, its id is new when it is used again."""
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a")))
     seam.on_step_start(output_of(finished="a", preempted="a"))
@@ -245,6 +259,7 @@ def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) 
 
 
 def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: Any) -> None:
+    """A new request with the id of an earlier one does not get its draft."""
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.on_step_start(output_of(new("a"), new("b")))
@@ -254,7 +269,7 @@ def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: An
 
 
 class _Proposer:
-    """Drafts one token for each request, at the second question."""
+    """Stand-in whose `finish` drafts one token for each request: the request's index."""
 
     def __init__(self) -> None:
         self.warm = False
@@ -289,14 +304,14 @@ class _Proposer:
 
 
 def forward_of(runner: Any) -> dict[str, str]:
-    """What vLLM prepares last for a forward, of a batch without drafts."""
+    """Return the last inputs that vLLM prepares for a forward, for a batch without drafts."""
     batch = SimpleNamespace(num_draft_tokens_per_req=None)
     found: dict[str, str] = runner.model_state.prepare_inputs(batch, "states")
     return found
 
 
 def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
-    """A warm speculator of a runner whose steps are scheduled before the one before has ended."""
+    """Return a warm speculator of a runner with asynchronous scheduling, and its proposer."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     runner.vllm_config.scheduler_config.async_scheduling = True
     proposer: Any = _Proposer()
@@ -309,6 +324,7 @@ def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Heter
 def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With synchronous scheduling `propose` begins drafts and `get_draft_tokens` finishes them."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     proposer: Any = _Proposer()
     speculator = HeteroSpeculator(proposer)
@@ -320,13 +336,13 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     def propose(**changes: Any) -> torch.Tensor:
         return speculator.propose(batch, *nothing, SAMPLED, **changes)
 
-    propose()  # vLLM warms up by requests of its own
+    propose()  # vLLM warms up with its own requests
     proposer.warm = True
     propose(dummy_run=True)
     assert proposer.calls == ["load beside the target"]
     assert speculator.get_draft_tokens() is None
     assert propose().shape == (2, DRAFTED)
-    speculator.set_draft_tokens(batch, propose())  # nobody asks for the first
+    speculator.set_draft_tokens(batch, propose())  # the first drafts are never taken
     told = speculator.get_draft_tokens()
     assert told.draft_token_ids == [[0], [1]]
     assert proposer.calls[1:] == ["begin", "begin", "finish"]
@@ -338,8 +354,11 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
 def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
     runner: Any, batch: Any, following: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look waits for the device, and the tokens of the step before would wait with it. Where no
-    request goes on, nobody knows for how long the engine has done nothing until the next one."""
+    """Reading waits for the device, and would delay the tokens of the step before.
+
+    If no request of a step continues, the engine may have been idle before the next step. The view
+    then has no `step_seconds`.
+    """
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     views: list[Any] = []
     after_step = proposer.after_step
@@ -364,7 +383,7 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
 def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
     runner: Any, batch: Any, reads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But where something else reads them first, or there is no forward."""
+    """Exceptions: other code needs the draft tokens earlier, or the step has no forward."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     if reads == "trees":
         speculator.seam.trees = SimpleNamespace(
@@ -382,7 +401,7 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
         speculator.on_step_start(output)
         begun = ["begin", "finish"] * number
         assert proposer.calls[1:] == (begun if reads else begun[:-1])
-        for _ in range(2):  # the second time as vLLM does for dummy runs
+        for _ in range(2):  # the second call is like one of vLLM's dummy runs
             assert forward_of(runner) == {"states": "states"}
             assert proposer.calls[1:] == begun
         speculator.propose(batch, *(None,) * 4, SAMPLED)
@@ -391,7 +410,7 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
 def test_who_is_over_is_not_drafted_for_again(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scheduled ahead, a request is in one more step when it is known to have ended."""
+    """With asynchronous scheduling, one more step may contain a request that has ended."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     going_on: list[list[bool]] = []
     proposer.after_step = lambda view, _: going_on.append(view().going_on) or [[], []]
@@ -406,7 +425,10 @@ def test_who_is_over_is_not_drafted_for_again(
 def test_pipeline_stages_are_given_drafts_at_once(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the scheduler is told all there are: it asks when other requests have sampled."""
+    """The scheduler receives the drafts of all requests.
+
+    It takes them only after another batch has sampled.
+    """
     runner.use_pp = True
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     speculator.seam.on_step_start(output_of(new("a"), new("b")))
@@ -423,7 +445,8 @@ def test_pipeline_stages_are_given_drafts_at_once(
     told = speculator.get_draft_tokens()
     assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[0], [1], [0]])
     speculator.seam.on_step_start(output_of(finished="b", a=[-1] * DRAFTED))
-    speculator.seam.take_drafts(batch_of_a(batch), [[5, 6]])  # padding is of the draft before
+    # The step verifies the earlier draft of one token; the padding below refers to that draft.
+    speculator.seam.take_drafts(batch_of_a(batch), [[5, 6]])
     output = SimpleNamespace()
     speculator.seam.attach_to_output(output, 4)
     assert output.hetero_spec_ahead == AsyncStepInfo(4, {"a": DRAFTED - 1})
@@ -433,7 +456,10 @@ def test_pipeline_stages_are_given_drafts_at_once(
 def test_steps_that_may_have_no_drafts_go_by(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is seen later, as it has ended by then. The next view names all that have started."""
+    """Skipped steps are read later, when they have ended.
+
+    The next view contains all requests that have started since the last one.
+    """
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     views: list[Any] = []
     proposer.after_step = lambda view, _: views.append(view()) or [[], []]
@@ -454,6 +480,7 @@ def test_steps_that_may_have_no_drafts_go_by(
 def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With synchronous scheduling a step is skipped if `skip_step` returns True."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     proposer: Any = _Proposer()
     proposer.warm = True
@@ -480,6 +507,7 @@ def config_of(**changes: Any) -> Any:
 
 
 def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
+    """V2 is not chosen if a feature does not work with this package on V2."""
     from vllm_hetero_spec.engine.seam import runner_choice
 
     custom = "speculative method 'custom_class'"
@@ -492,7 +520,7 @@ def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
 
 
 class _Counts:
-    """Counts that are on their way until the test says that they are there."""
+    """Counts in transfer until the test sets `there`."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.there = values, False
@@ -506,7 +534,7 @@ class _Counts:
 def is_idle(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[HeteroSpeculator, Any, list[_Counts]]:
-    """A speculator of steps that may have no drafts, and the counts of each."""
+    """A speculator, its proposer, and a list that receives the counts of each step."""
     speculator, proposer = scheduled_ahead(runner, monkeypatch)
     counts: list[_Counts] = []
     fetch = SimpleNamespace(fetch=lambda values: counts.append(_Counts(values)) or counts[-1])
@@ -515,7 +543,7 @@ def is_idle(
 
 
 def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any) -> None:
-    """One step without drafts."""
+    """Run one step without drafts."""
     output = output_of(*started, **changes)
     output.num_spec_tokens_to_schedule = 0
     output.num_scheduled_tokens = dict.fromkeys("ab", 1)
@@ -527,7 +555,10 @@ def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any
 def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
     runner: Any, batch: Any, is_idle: Any
 ) -> None:
-    """When a later one has been queued. The newest that has ended is seen, and none twice."""
+    """A step is read after it has ended and a later one has been queued.
+
+    Only the newest ended step is read, and no step is read twice.
+    """
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     for _ in range(3):
@@ -543,7 +574,7 @@ def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
     assert 0 <= seen.target_seconds <= seen.step_seconds
     rest(speculator, batch)
     assert len(proposer.seen) == 1
-    counts[3].there = counts[4].there = True  # the newest but for the one that is being queued
+    counts[3].there = counts[4].there = True  # the queued step 5 has not ended
     rest(speculator, batch)
     assert proposer.calls[-1] == "look back"
     counts[5].there = counts[6].there = True
@@ -555,7 +586,7 @@ def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
 def test_drafts_are_looked_at_before_steps_without_them(
     runner: Any, batch: Any, is_idle: Any
 ) -> None:
-    """Which are over, and not looked at any more."""
+    """Skipped steps that are older than a step with drafts are not read any more."""
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     rest(speculator, batch)
@@ -576,7 +607,7 @@ def test_drafts_are_looked_at_before_steps_without_them(
 def test_who_has_gone_since_is_left_out_of_a_late_look(
     runner: Any, batch: Any, is_idle: Any, how: str
 ) -> None:
-    """Its place may have another's text by now, also one of the same name."""
+    """Its slot may contain the text of another request, which may even have the same id."""
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     if how in ("finished", "preempted"):
@@ -590,4 +621,4 @@ def test_who_has_gone_since_is_left_out_of_a_late_look(
     rest(speculator, batch_of_a(batch))
     (seen,) = proposer.seen
     assert [request.req_id for request in seen.requests] == ["a"]
-    assert not seen.decodes_only  # nor is it known what it would have taken without
+    assert not seen.decodes_only  # the step's time includes rows of b

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is promised of the structure: who reads vLLM's batch, moves tensors, makes attributes."""
+"""Tests of the package's structure: reads of vLLM's batch, moves of tensors, imports, file size."""
 
 import ast
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ BATCH = {
     "draft_tokens_handler",
 }
 
-# Who may move tensors between host and device, or look at one; all others ask `staging`.
+# Files that may move tensors between host and device or read one, and why. Others use `staging`.
 MOVERS = {
     "draft/methods.py": "arrays of the host: tables of the pair",
     "slrs/pair_merges.py": "tables of the pair, once at start",
@@ -85,8 +85,8 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # The others are parts of runner_v2, put drafts into the batch, and show attention another batch
-    # than the scheduler's.
+    # The other files are parts of runner_v2, write drafts into the batch, or give attention a batch
+    # other than the scheduler's.
     files = ("runner_v1", "runner_v2", "sampled_step", "lora_rows_v2", "draft_inputs_v2")
     attention = {f"engine/trees/{file}.py" for file in ("attention_v1", "attention_v2")}
     assert readers == {f"engine/seam/{file}.py" for file in files} | attention
@@ -94,6 +94,7 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
 
 @pytest.mark.parametrize("name", [named(file) for file in FILES if "engine" in file.parts])
 def test_attributes_are_born_in_init(name: str) -> None:
+    """Each attribute of an object is declared in its class or assigned in `__init__`."""
     tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
     for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         declared = {
@@ -121,7 +122,7 @@ def _assigned(method: ast.FunctionDef) -> Iterator[str]:
 
 
 def test_imports_run_one_way() -> None:
-    """No module is imported, while it is loaded, by what it imports itself."""
+    """Imports at the top level of modules have no cycles."""
     imports = {}
     for name, tree in trees():
         module = "vllm_hetero_spec." + name.removesuffix(".py").replace("/", ".")
@@ -137,7 +138,7 @@ def test_imports_run_one_way() -> None:
 
 
 def _loaded(tree: ast.Module) -> Iterator[str]:
-    """Modules imported at the top level; those named in functions load later."""
+    """Yield the modules that are imported at the top level. Imports in functions run later."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -147,7 +148,7 @@ def _loaded(tree: ast.Module) -> Iterator[str]:
 
 
 def test_what_moves_tensors_is_known() -> None:
-    """As far as it can be seen in the text; fake tensors and counted packets tell the rest."""
+    """This checks the source text only. Other tests use fake tensors and count packets."""
     movers = {
         name
         for name, tree in trees()
@@ -181,7 +182,7 @@ def test_moves_are_seen(call: str, moves: bool) -> None:
 
 
 def _moves(call: ast.Call) -> bool:
-    """Whether a call moves a tensor between host and device, or reads one."""
+    """Return True if a call moves a tensor between host and device, or reads one."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     named = {keyword.arg for keyword in call.keywords}
     if name in ("tensor", "as_tensor"):
@@ -192,7 +193,7 @@ def _moves(call: ast.Call) -> bool:
     return name in ("tolist", "item", "cpu", "cuda", "nonzero")
 
 
-# What goes when vLLM removes Model Runner V1: these files, and the lines that import them.
+# Files to delete when vLLM removes Model Runner V1, and files that import them.
 V1 = {
     "engine/seam/runner_v1.py",
     "engine/trees/attention_v1.py",

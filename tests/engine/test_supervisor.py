@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter process that is kept alive: what becomes of it, by a clock of the test's own, and how
-it ends.
+"""Tests of the supervised drafter process: restarts, counts and end.
+
+Most tests use a clock that only the test advances, and stand-ins for processes.
 """
 
 import io
@@ -25,7 +26,7 @@ from vllm_hetero_spec.errors import ConfigError
 
 
 class World:
-    """A clock, and the processes that were started: when, and when they were ended."""
+    """A clock, and the times in seconds at which processes were started and ended."""
 
     def __init__(self) -> None:
         self.now, self.loads_in = 0.0, 0.0
@@ -36,7 +37,7 @@ class World:
         return self.now
 
     def begin(self, *_: Any) -> Any:
-        """One that is loaded after a while, and does nothing else."""
+        """Return a process that is loaded after `loads_in` seconds and does nothing else."""
         began, loads_in = self.now, self.loads_in
         self.started.append(began)
 
@@ -61,7 +62,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def started(world: World, loads_in: float) -> SupervisedProcess:
-    """The first has ended while it drafted; each of the next is loaded after so many seconds."""
+    """Return a supervisor whose first process was silent for too long, and was ended.
+
+    Each later process is loaded after `loads_in` seconds.
+    """
     deployment: Any = None
     kept = SupervisedProcess(deployment)
     kept.start()
@@ -73,7 +77,7 @@ def started(world: World, loads_in: float) -> SupervisedProcess:
 
 
 def test_a_process_that_never_loads_is_ended_and_started_again(world: World) -> None:
-    """One after the other, for as long as it takes."""
+    """Restarts continue without limit, with one process at a time."""
     kept = started(world, math.inf)
     for _ in range(24 * 60):
         world.now += 60.0
@@ -99,7 +103,7 @@ def test_a_process_that_loads_for_long_is_waited_for(world: World) -> None:
 
 
 def test_what_was_done_is_not_forgotten_with_the_process_that_did_it(world: World) -> None:
-    """Counters only grow; blocks are those that are held now."""
+    """Counters are sums over all processes. `blocks` is that of the current one."""
     deployment: Any = None
     kept = SupervisedProcess(deployment)
     kept.start()
@@ -114,7 +118,7 @@ def test_what_was_done_is_not_forgotten_with_the_process_that_did_it(world: Worl
     assert kept.done[1:] == (9, 6, 0, 5, 4, 3, 2, 0.75)
 
 
-# A process with a folder of its own, which it says it has; what it does where its engine is gone.
+# A process that makes a folder and reports it. `then` runs after its engine's socket is closed.
 CHILD = """
 import socket, sys, tempfile, time
 messages = socket.socket(fileno=int(sys.argv[1]))
@@ -133,7 +137,10 @@ with tempfile.TemporaryDirectory(dir=sys.argv[2]):
 def test_a_process_is_killed_only_where_it_does_not_end(
     then: str, longest: float, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By itself it leaves nothing behind; also where a fork of the engine has the socket too."""
+    """A process that ends by itself removes its folder.
+
+    It also ends if a fork of the engine has a copy of the socket.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     arguments = [sys.executable, "-c", CHILD.format(then=then), str(theirs.fileno()), str(tmp_path)]
     with theirs:
@@ -148,7 +155,7 @@ def test_a_process_is_killed_only_where_it_does_not_end(
 
 
 def test_a_fork_does_not_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would go on beside a fork of an engine that was killed."""
+    """Otherwise it would continue after its engine was killed, as long as a fork lives."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(supervisor, "_SOCKETS", {ours})
     with ours, theirs:
@@ -163,7 +170,7 @@ def test_a_fork_does_not_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_engine_that_ends_while_its_drafter_loads_is_no_error(
     loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a stack trace would come long after the user has ended it."""
+    """Otherwise a stack trace would appear long after the user has ended the engine."""
 
     def load(*_: Any) -> tuple[None, Ready]:
         if not loads:
@@ -186,7 +193,7 @@ def test_an_engine_that_ends_while_its_drafter_loads_is_no_error(
 def test_what_ends_with_messages_unread_is_named(
     says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what it has said last is passed on: "Connection reset by peer" would tell nobody."""
+    """The log contains the last message of the process instead of "Connection reset by peer"."""
     (tmp_path / "ending.py").write_text(
         "import select, socket, sys\n"
         "engine = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -216,7 +223,7 @@ def test_a_deployment_that_cannot_be_read_is_refused_in_a_sentence() -> None:
 
 
 def test_other_plugins_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their models are read by name in a deployment."""
+    """A deployment contains names of models that these plugins register."""
     import vllm.plugins
 
     def stop() -> None:
@@ -232,6 +239,7 @@ def test_other_plugins_are_loaded_first(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_key_is_to_be_left_out_that_was_not_given(
     monkeypatch: pytest.MonkeyPatch, device: str | None
 ) -> None:
+    """The remedy names `drafter_device` only if the user has set it."""
     shape = (1, 1, 1, 0)
     given = SimpleNamespace(
         options=SimpleNamespace(drafter_device=device),

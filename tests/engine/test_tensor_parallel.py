@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target on two ranks, its drafter whole on the first or split like it."""
+"""Tests of a target on two ranks. The drafter is on the first rank, or split like the target."""
 
 import os
 from collections import Counter
@@ -25,12 +25,12 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not current_platform.is_cpu() or (os.cpu_count() or 1) < 2:
         pytest.skip("needs a CPU build of vLLM and two cores")
-    # Two ranks on one NUMA node want their cores named.
+    # vLLM needs a list of cores if two ranks share a NUMA node.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
 def test_same_tokens_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -> None:
-    """The drafter split like its target; the other tests have it on the first rank."""
+    """The drafter is split like its target. In the other tests it is on the first rank."""
     spec = slem(demo_pair / "drafter", tensor_parallel="sharded")
     with engine(demo_pair / "target", spec, tensor_parallel_size=2) as llm:
         assert generate(llm, texts, greedy()) == alone
@@ -54,7 +54,7 @@ def test_a_drafter_in_a_process_of_its_own_beside_two_ranks(
 
 
 def test_trees_on_two_ranks(demo_pair: Path, texts: list[str], alone: Outputs) -> None:
-    """Both walk through the same trees, and copy the same KV home."""
+    """Both ranks verify the same trees and commit the same branch KV."""
     spec = slem(demo_pair / "drafter", 8, tree_nodes=8)
     with engine(demo_pair / "target", spec, tensor_parallel_size=2, block_size=32) as llm:
         assert generate(llm, texts, greedy()) == alone
@@ -76,10 +76,10 @@ def test_no_trees_where_one_rank_does_not_support_them(
 
 @pytest.mark.parametrize(("method", "verification"), [("slrs", "block"), ("push_forward", "race")])
 def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification: str) -> None:
-    """Both ranks verify with the first's draft_probs: the law is kept, and so is the text's sense.
+    """Both ranks verify with the first rank's `draft_probs`, and choose the same tokens.
 
-    Ranks that disagreed on one token would write different KV from there on, and the text of a
-    drafter that is the target would soon be rejected: most often where the law is a broad one.
+    Ranks that chose different tokens would write different KV. The drafter is the target, so some
+    of its draft tokens would then be rejected, most often with a broad distribution (`top_k` 0).
     """
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=24, ignore_eos=True)
     model, start = load(chain_pair / "target", PROMPT)
@@ -99,7 +99,10 @@ def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification
 
 
 def test_between_nodes_few_tokens_of_a_row_travel(chain_pair: Path) -> None:
-    """They are all that was drawn from: the law is kept, and it is not where that is not told."""
+    """Drafts are sampled from the few most likely tokens, and only these are sent.
+
+    Their probabilities must be renormalized. Otherwise the output has another distribution.
+    """
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=6, ignore_eos=True)
     law = law_of(*load(chain_pair / "target", PROMPT), Setting(0.8, top_k=3))
     spec = slem(chain_pair / "drafter", method="push_forward", verification="block")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What picks tokens asks the device for no number: fake tensors raise where one is read."""
+"""Tests of token choice in a draft step: it never reads a value from the device.
+
+Fake tensors raise an exception when a value is read.
+"""
 
 import numpy as np
 import pytest
@@ -17,16 +20,16 @@ from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
 from vllm_hetero_spec.text.context import IdentityContext
 
 CPU = torch.device("cpu")
-SIZE, WIDTH, STEPS = 6000, 5000, 3  # wide enough for a draw to look at blocks
+SIZE, WIDTH, STEPS = 6000, 5000, 3  # rows are wider than a block of `verify.noise.choose`
 
 
 def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """Arrays under way to the device: what is in them is no longer known."""
+    """Return empty tensors instead of copies on the device, so that values are unknown."""
     return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
 
 
 def rows_of(*, races: bool) -> list[DraftRow]:
-    """Greedy and drawn requests, penalised or not, some with parameters of their own."""
+    """Return rows of greedy and sampled requests, with and without penalties and limits."""
     asked = [
         (None, None),
         (None, Penalty(repetition=1.2)),
@@ -45,7 +48,7 @@ def rows_of(*, races: bool) -> list[DraftRow]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top", [2.0, 22.0, 45.0])
 def test_confidences_are_as_fine_as_the_logits(dtype: torch.dtype, top: float) -> None:
-    """Whatever they are computed in: most drafters have 16-bit logits, of any size."""
+    """Most drafters have 16-bit logits, of any magnitude."""
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(0))
     logits[:, 7] = torch.linspace(2, 14, 40)
     logits = (logits + top).to(dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that begin in the place of a text's last token, in a real engine."""
+"""Tests of token healing in an engine: a draft's first token replaces the text's last token."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ SHAPES = [(size, width) for size in (1, 2, 4, 8) for width in (1, 4, 8)]
 
 
 def watched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The known bytes of each draft that begins so, as they come."""
+    """Return a list that receives the number of known bytes of each healed draft."""
     bridge, seen = proposer_of(llm).drafting.bridge, []
     translate = bridge.to_target
 
@@ -49,9 +49,11 @@ def watched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_greedy_identity(
     demo_pair: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The smaller vocabulary is the target's here; eagerly, by graphs, and with first tokens that
-    are judged behind the steps, and behind tokens that were accepted after such a draft."""
-    monkeypatch.setattr(token_healing, "_LAST", 1 << 20)  # however unlikely
+    """Covers rounds without graphs, with graphs, and with a check of first tokens after the steps.
+
+    The target has the smaller vocabulary here. Texts also continue after accepted healed drafts.
+    """
+    monkeypatch.setattr(token_healing, "_LAST", 1 << 20)  # all tokens are candidates
     with engine(demo_pair / "drafter") as llm:
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:
@@ -72,7 +74,8 @@ def test_greedy_identity(
         assert counts[0] == counts[1]
         assert min(min(count) for count in counts) > 0
         assert "drafter_error" not in read_stats(llm)["skipped"]
-        # Where each text would be read again without a graph, none is.
+        # If graphs have one token per request only, healing would need forwards without graphs.
+        # Then no draft is healed.
         drafter.record(TapeGraphs(), SHAPES, GraphSupport(in_graph=False, several_tokens=False))
         seen.clear()
         assert generate(llm, texts, greedy()) == alone
@@ -86,7 +89,10 @@ def longer_if_any(
     candidates: Sequence[int],
     judged: Callable[..., FirstToken | None] = DraftTranslator.longer_last,
 ) -> FirstToken | None:
-    """Though the token as it is be likelier, as it always is to the drafter of the chain."""
+    """Return a longer token if there is one, even if the present token is more likely.
+
+    It always is for the drafter of `chain_pair`.
+    """
     others = [token for token in candidates if token != context.ids[-1]]
     found = judged(self, context, others)
     return found and found._replace(among=[candidates.index(found.id)])
@@ -97,7 +103,7 @@ def longer_if_any(
 def test_samples_follow_the_targets_law(
     method: str, verification: str, chain_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some drafts of one and the same batch are drawn then, and others are not."""
+    """In one batch some sampled requests have healed drafts, which are greedy; others have not."""
     monkeypatch.setattr(tokenizers, "_OFTEN_INSIDE", -1.0)
     monkeypatch.setattr(DraftTranslator, "longer_last", longer_if_any)
     model, start = load(chain_pair / "target", PROMPT)
@@ -116,13 +122,17 @@ def test_samples_follow_the_targets_law(
         monkeypatch.setattr(healing, "before_sampling", noted)
         for name, texts in sample(llm, 800, SETTINGS, seeds=True).items():
             assert follows(counted(texts), laws[name]), name
-        assert len(seen) > 100  # that were to be drawn
+        assert len(seen) > 100  # healed drafts of sampled requests
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 
 def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(
     demo_pair: Path,
 ) -> None:
+    """Token healing is used if the target often ends a token inside a drafter token.
+
+    Here this is the case only if the target has the smaller vocabulary.
+    """
     large, small = (
         load_tokenizer(AutoTokenizer.from_pretrained(demo_pair / name), name)
         for name in ("target", "drafter")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-k and top-p without a sort keep what vLLM's sort keeps, ties included."""
+"""Tests of top-k and top-p without a sort: they keep the tokens that vLLM keeps, ties included."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,19 +19,19 @@ ROWS = len(TOP_K)
 
 
 def peaked() -> torch.Tensor:
-    """Rows as a model's: float32 [ROWS, WIDTH], many of which tie, as they come from 16 bits."""
+    """Return logits float32 [ROWS, WIDTH]. Many values tie because they come from bfloat16."""
     generator = torch.Generator().manual_seed(3)
     return (8 * torch.randn(ROWS, WIDTH, generator=generator)).bfloat16().float()
 
 
 def flat() -> torch.Tensor:
-    """Rows of which a nucleus has thousands of tokens."""
+    """Return logits for which `top_p` keeps thousands of tokens."""
     return peaked() / 100
 
 
 @pytest.fixture
 def sorted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows vLLM is given, call by call."""
+    """Number of rows that vLLM's function receives, for each call."""
     found: list[int] = []
     real = topk_topp_sampler.apply_top_k_top_p
 
@@ -53,7 +53,7 @@ def test_the_same_tokens_are_kept(
     found = apply_top_k_top_p(rows(), k, TOP_P)
     for line in range(ROWS):
         ours, theirs = (table[line].isfinite() for table in (found, expected))
-        # Of tokens that tie at the edge of a nucleus any may be in it, and sums round.
+        # Any of the tokens that tie at the limit of top-p may be kept, and sums are rounded.
         assert abs(int(ours.sum()) - int(theirs.sum())) <= 1
         assert torch.equal(found[line][ours], rows()[line][ours])
         law, other = (table[line].softmax(-1).sort().values for table in (found, expected))
@@ -69,7 +69,7 @@ def test_the_same_tokens_are_kept(
 def test_ties_at_the_kth_token_are_kept() -> None:
     rows = torch.zeros(2, WIDTH)
     rows[0, 5], rows[0, 10:40] = 9.0, 8.0
-    rows[1, :1500] = 7.0  # more than are ordered
+    rows[1, :1500] = 7.0  # more than _ORDERED
     k, p = torch.tensor([3, 3]), torch.tensor([1.0, 0.9999])
     expected = apply_top_k_top_p_pytorch(rows.clone(), k, p)
     found = apply_top_k_top_p(rows.clone(), k, p)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees beside the drafter's usual chains, from its rows to what the target is fed."""
+"""Tests of draft trees, from the drafter's rows to the rows that the target computes."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,7 +27,10 @@ from vllm_hetero_spec.trees.values import RankValues, TreeValues
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_the_target_as_its_own_drafter_goes_down_the_main_path(raced: bool) -> None:
-    """In several rounds, over KV that trees have left."""
+    """If the drafter is the target, the chain in each tree is accepted.
+
+    Later rounds use KV that earlier trees have left.
+    """
     world, texts = World(raced=raced), {name: list(text) for name, text in TEXTS.items()}
     room = TreeRoom(64, 300, 60)
     control = planned(step_of(texts, room=room, raced=raced))
@@ -52,6 +55,7 @@ def test_the_target_as_its_own_drafter_goes_down_the_main_path(raced: bool) -> N
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
+    """A value is at most its parent's, and so is the sum of the values of siblings."""
     world, control = World(raced=raced), planned(step_of(TEXTS, raced=raced))
     for draft in world.draft(TEXTS, control).values():
         assert draft.explored is not None
@@ -69,7 +73,7 @@ def test_values_fall_along_paths_and_siblings_share(raced: bool) -> None:
 @pytest.mark.parametrize("raced", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
-    """The drafter's steps are the same; and a tree of one child each is the chain itself."""
+    """Trees do not change the drafter's steps. A tree with one child per node is the chain."""
     chains = {}
     for beside in (0, 1, KNOWN):
         world = World(beside, raced=raced, graphs=graphs)
@@ -88,6 +92,7 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> None:
+    """A round with trees sends one packet to the device (two with races), and fetches one."""
     sent, fetched = [], []
     send, fetch = staging._Buffer.send, staging.Receiver.fetch
     monkeypatch.setattr(
@@ -98,19 +103,19 @@ def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> N
     )
     world, control = World(raced=raced, graphs=True), planned(step_of(TEXTS, raced=raced))
     world.drafter.waits = True
-    drafts = world.draft(TEXTS, control)  # which reads them
+    drafts = world.draft(TEXTS, control)  # the round fetches the candidates of trees
     assert all(draft.explored is not None for draft in drafts.values())
     assert fetched == [(LOOKAHEAD, 3 + 4 * KNOWN, 16)]
     for paths in (1, 2):
         sent.clear()
         fetched.clear()
         world.draft(TEXTS, control, paths=paths)
-        assert len(sent) == 1 + raced  # how tokens are drawn
+        assert len(sent) == 1 + raced  # races have one more packet, the sampling parameters
         assert len(fetched) == 1
 
 
 def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
-    """A target that always goes on with the second child: its value rises above the first's."""
+    """The target always continues with the second child, so its value exceeds the first one's."""
     monkeypatch.setattr(drafts_module, "_LEAVES", 24)
     values = TreeValues.unknown()
     control, _ = controlled(Fixed(LOOKAHEAD), values)
@@ -145,7 +150,7 @@ def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("raced", [False, True])
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
 def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: bool) -> None:
-    """The largest sum of products of rates, of all trees that are in what was found."""
+    """The tree has the largest sum of products of rates among all trees of the candidates."""
     values, room = RankValues.unknown(), TreeRoom(nodes=6, rows=40, branches=6)
     for of_kind in values:
         of_kind._taken[:] = 0.0
@@ -170,7 +175,7 @@ def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: b
 
 
 def by_ranks(parents: Sequence[int], tokens: Sequence[int]) -> dict[tuple[int, ...], Any]:
-    """The text of each node of a tree, by its path of ranks."""
+    """Return the tokens from the root to each node of a tree, keyed by the ranks on that path."""
     paths: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     born = [0] * (len(tokens) + 1)
     for parent, token in zip(parents, tokens, strict=True):
@@ -181,6 +186,7 @@ def by_ranks(parents: Sequence[int], tokens: Sequence[int]) -> dict[tuple[int, .
 
 
 def test_trees_that_were_cut_teach_nothing() -> None:
+    """If vLLM schedules only a part of a tree, its values are not updated."""
     values = TreeValues.unknown()
     control, _ = controlled(Fixed(LOOKAHEAD), values)
     world = World()
@@ -193,7 +199,11 @@ def test_trees_that_were_cut_teach_nothing() -> None:
 
 
 class Priced(Fixed):
-    """Rows at a price that rises, side sequences at one for each token of context."""
+    """Controller with given prices.
+
+    In a step of `rows` rows, one more row costs `price + rise * rows` tokens. A branch costs `side`
+    tokens per context token.
+    """
 
     def __init__(self, price: float, rise: float = 0.0, side: float = 0.0) -> None:
         super().__init__(LOOKAHEAD)
@@ -226,6 +236,7 @@ class Priced(Fixed):
 
 
 def test_dear_rows_are_not_verified() -> None:
+    """With higher prices of rows or branches, trees are smaller."""
     world = World()
 
     def nodes(controller: Controller) -> int:
@@ -254,7 +265,7 @@ def test_a_request_of_its_own_lookahead_is_not_trimmed_by_price() -> None:
 
 
 def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
-    """A chain's acceptance stays that of a chain, whatever the tree had besides."""
+    """The observed acceptance is that of the chain, whatever other nodes the tree has."""
     controller, world = Priced(0.0), World()
     texts = {"a": list(TEXTS["a"])}
     control, policy = controlled(controller)
@@ -285,7 +296,10 @@ def test_the_controller_is_told_of_the_drafters_chain_and_of_sides() -> None:
 
 
 def test_rows_are_asked_for_where_steps_are_scheduled_ahead() -> None:
-    """As many as the last trees had use for; more, if those had no more room."""
+    """The policy requests as many rows as the last trees used.
+
+    It requests more if these trees used all rows of their step.
+    """
     control, _ = controlled(Fixed(LOOKAHEAD))
     world, buckets = World(), (0, 8, 16)
 
@@ -299,15 +313,15 @@ def test_rows_are_asked_for_where_steps_are_scheduled_ahead() -> None:
             control.trim(list(world.draft(TEXTS, control).values()))
         return asks
 
-    assert asked(0, 8) == 8  # the lookahead
+    assert asked(0, 8) == 8  # the bucket of the lookahead
     assert asked(8, 8) == 16
-    assert asked(16, 3) == 16  # the last trees had no more room
+    assert asked(16, 3) == 16  # the last trees used all rows
     assert asked(16, 3) == 8
     assert asked(8, 3) == 8
 
 
 def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:
-    """Few side sequences, or few rows: other nodes take the place of those that have none."""
+    """If branches or rows are few, other nodes replace those that do not fit."""
     world, control = World(), planned(step_of(TEXTS))
     drafts = list(world.draft(TEXTS, control).values())
     values = {}
@@ -323,7 +337,7 @@ def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:
 
 
 def test_the_controller_is_told_what_is_beside_the_chain() -> None:
-    """Its nodes are those of the tree that are not the chain's, each at its depth."""
+    """The controller receives the tree's nodes outside the chain, with their depths."""
     world, controller = World(), Priced(0.0)
     control = planned(step_of(TEXTS), controller)
     drafts = world.draft(TEXTS, control)
@@ -345,7 +359,7 @@ def test_the_controller_is_told_what_is_beside_the_chain() -> None:
     "change", [{"probe": True}, {"trees": Trees(DEFAULT_TREE_WIDTH, looks=True)}]
 )
 def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any]) -> None:
-    """And what is emitted behind them teaches what their nodes are worth."""
+    """The emitted tokens still update the values of their nodes."""
 
     class Looking(Priced):
         def plan(self, *of: Any) -> Any:
@@ -363,7 +377,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
     assert len(controller.found) == controller.trees == 3
     assert controller.trimmed == []
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) - 1 for name, d in drafts.items()}))
-    assert values.to_dict() == TreeValues.unknown().to_dict()  # they were cut
+    assert values.to_dict() == TreeValues.unknown().to_dict()  # the drafts were cut
     control.plan(step, [0] * 3)
     control.trim(list(drafts.values()))
     control.observe(step_of(TEXTS, {}, {name: len(d.tokens) for name, d in drafts.items()}))
@@ -372,7 +386,7 @@ def test_trees_that_are_looked_at_are_verified_as_chains(change: dict[str, Any])
 
 
 def test_requests_that_keep_chains_are_counted() -> None:
-    """One reason each, the request's own first; none where nothing is drafted."""
+    """Each request counts one reason; its own reasons come first. Without a draft none counts."""
     world, stats = World(), DraftStats()
     policy = TreePolicy(TreeValues.unknown(), None, stats)
     step = step_of(TEXTS)
@@ -401,7 +415,7 @@ def test_requests_that_keep_chains_are_counted() -> None:
 def test_rounds_of_chains_do_not_look_beside_their_tokens(
     raced: bool, graphs: bool, monkeypatch: Any
 ) -> None:
-    """Where drafts may be trees: nothing of it is computed, nor fetched."""
+    """In an engine with trees, a round of chains does not compute or fetch candidates of trees."""
     fetched, fetch = [], staging.Receiver.fetch
     monkeypatch.setattr(
         staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees on each model runner and release, each file of tests in a process of its own."""
+"""Run the tests of draft trees on each model runner and vLLM release, each in a child process."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.usefixtures("demo_pair"),
 ]
-# Trees that are known to be right and wrong, and the drafter's own.
+# Tests of given trees, with known faults, and of trees that the drafter makes.
 FILES = ("tree_runs.py", "grown_trees.py")
-WAYS = {  # which settings; together all on each runner
+WAYS = {  # settings to run (pytest -k); each runner has all of them
     "V1": "large or tight or rank or fixed",
     "V2": "small or tight or untested or rank or fixed",
     "V2, ahead": "large or goodput",
@@ -29,7 +29,7 @@ def test_trees_keep_the_targets_tokens(way: str, request: pytest.FixtureRequest)
     folders = [request.getfixturevalue("runs_033")] if "0.33" in way else []
     environment = v2_environment(*folders) | {"V2_AHEAD": str(int("ahead" in way))}
     if "V1" in way:
-        path = environment["PYTHONPATH"].partition(os.pathsep)[2]  # without what makes it V2
+        path = environment["PYTHONPATH"].partition(os.pathsep)[2]  # without the folder that sets V2
         environment = os.environ | {"PYTHONPATH": path}
     else:
         pytest.importorskip("triton")

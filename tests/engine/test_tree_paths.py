@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of the drafter's beside a tree's chain: where they leave it, and what is found there."""
+"""Tests of the drafter's branches of a draft tree: where they leave the chain, and their nodes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from vllm_hetero_spec.verify.race import first_arrivals
 
 @pytest.fixture(autouse=True)
 def _translates_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts_module, "_LEAVES", 999)  # else what is unlikely is not told apart
+    monkeypatch.setattr(drafts_module, "_LEAVES", 999)  # otherwise unlikely nodes are left out
 
 
 def tree_of(draft: Draft) -> ScoredTree:
@@ -32,9 +32,9 @@ def tree_of(draft: Draft) -> ScoredTree:
 
 
 def fed(draft: Draft) -> list[list[int]]:
-    """At each place of a draft's chain: which of the tokens there something follows, by rank.
+    """Return, for each position of the chain, the ranks of the nodes there that have children.
 
-    Beside the chain it has to be the first one everywhere.
+    Outside the chain, only first children may have children.
     """
     tree, at, ranks = tree_of(draft), -1, []
     beside = set(tree.parents) - {-1}
@@ -48,13 +48,13 @@ def fed(draft: Draft) -> list[list[int]]:
 
 
 def expected(paths: int, length: int = LOOKAHEAD) -> list[list[int]]:
-    """Each path leaves one token later, with the second token there."""
-    last = length - 1  # nothing is known behind it
+    """Return `fed` if each path leaves one token later than the last, with the second child."""
+    last = length - 1  # the drafter's row after the last token is not computed
     return [[0, 1] if place < paths - 1 else [0] for place in range(last)] + [[]]
 
 
 def laws(world: World, text: Sequence[int], draft: Draft) -> torch.Tensor:
-    """What the drafter may draw from behind a text and each node of what was found."""
+    """Return the drafter's distributions after a text and after each node, [1 + n, V]."""
     rows = world.rows(text, Draft(draft.req_id, *tree_of(draft)[:2])).clone()
     rows[:, 0] = -torch.inf  # banned
     return rows.float().softmax(-1)
@@ -62,7 +62,7 @@ def laws(world: World, text: Sequence[int], draft: Draft) -> torch.Tensor:
 
 @pytest.mark.parametrize("paths", [1, 2, 3, 4])
 def test_nodes_of_raced_trees_are_the_first_arrivals(paths: int) -> None:
-    """On every path, by the clocks of its places."""
+    """On every path, a node's children are the first arrivals of the race at its position."""
     world, texts = World(raced=True), {name: list(text) for name, text in TEXTS.items()}
     control = planned(step_of(texts, raced=True))
     for _ in range(3):
@@ -82,7 +82,10 @@ def test_nodes_of_raced_trees_are_the_first_arrivals(paths: int) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_clocks_go_by_what_tokens_spell(graphs: bool, monkeypatch: Any) -> None:
-    """Also where the token that a path leaves with spells more than the chain's, or less."""
+    """The position of a race counts target tokens.
+
+    A branch's first token may spell more or fewer target tokens than the chain's token.
+    """
 
     def spell(token: int) -> list[int]:
         return [token, 3, 9][: 1 + token % 3]
@@ -114,8 +117,10 @@ def test_clocks_go_by_what_tokens_spell(graphs: bool, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("paths", [1, 2, 3, 4])
 def test_values_are_the_rows_own(paths: int, graphs: bool) -> None:
-    """Of greedy trees, before anything is learnt: the product of probabilities, on every path; for
-    texts that end with a block or inside one, over what the round before has left."""
+    """The values of greedy trees are products of probabilities before anything is learned.
+
+    Texts end at and inside KV blocks. Later rounds use the KV of earlier ones.
+    """
     world, texts = World(graphs=graphs), {name: list(text) for name, text in TEXTS.items()}
     control = planned(step_of(texts))
     for number in range(3):
@@ -127,13 +132,17 @@ def test_values_are_the_rows_own(paths: int, graphs: bool) -> None:
                 assert value == pytest.approx(above * float(law[parent + 1, token]), rel=1e-4)
             assert fed(draft) == expected(paths)
             inner = [node for node in set(tree.parents) if node >= 0]
-            assert len(inner) > (LOOKAHEAD - 2) * paths - (paths > 2)  # each goes on to the end
+            # Each path continues to the last position.
+            assert len(inner) > (LOOKAHEAD - 2) * paths - (paths > 2)
             texts[name] += [*draft.tokens[: number + 1], 5]
 
 
 @pytest.mark.parametrize("paths", [1, 2, 3])
 def test_races_in_which_one_token_runs(paths: int) -> None:
-    """Other paths leave with nothing that could be: of half of all tokens nothing is fed."""
+    """With `top_p` 0.01 one token has all probability, so that no branch leaves the chain.
+
+    Half of the drafter's tokens propose no target token, and are not fed either.
+    """
     world = World(raced=True)
     ids = torch.arange(VOCAB)
     drafter, sampling = world.drafter, world.drafter.rules.sampling
@@ -149,7 +158,7 @@ def test_races_in_which_one_token_runs(paths: int) -> None:
 
 
 class Stopping(Fixed):
-    """Lets the drafter stop behind so many tokens."""
+    """Controller that stops a round after `length` tokens."""
 
     def __init__(self, length: int) -> None:
         super().__init__(LOOKAHEAD)
@@ -161,7 +170,7 @@ class Stopping(Fixed):
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_rounds_that_end_early(length: int) -> None:
-    """What was not fed is not looked for; and a path that has just left was not fed."""
+    """Tokens that were not fed have no children. A path that has just left was not fed."""
     control, _ = controlled(Stopping(length), can_stop_early=True)
     control.observe(step_of(TEXTS))
     control.plan(step_of(TEXTS), [0] * 3)
@@ -174,7 +183,7 @@ def test_rounds_that_end_early(length: int) -> None:
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("second", [False, True])
 def test_nothing_follows_an_end(place: int, second: bool, raced: bool) -> None:
-    """Of the chain, or of a path as it leaves; the other paths go on."""
+    """The end token is in the chain, or is a branch's first token. Other paths continue."""
     control, seen = planned(step_of(TEXTS, raced=raced)), 0
     for draft in World(raced=raced).draft(TEXTS, control, paths=3).values():
         tree = tree_of(draft)
@@ -205,8 +214,11 @@ def test_nothing_follows_an_end(place: int, second: bool, raced: bool) -> None:
 def test_paths_leave_the_chain_whose_first_token_was_overruled(
     choice: int, waits: bool, few: int, graphs: bool, monkeypatch: Any
 ) -> None:
-    """By the text, before the steps behind it are taken, or afterwards; perhaps by that with which
-    the second path has left. Among more than a few requests nothing follows that token."""
+    """The text requires another first token, which is chosen before or after the steps.
+
+    It may be the token with which the second path has left. If it is chosen after the steps of a
+    large round, the draft ends with it.
+    """
     world = World(graphs=graphs)
     world.drafter.waits = waits
     monkeypatch.setattr(token_healing, "_FEW", few)
@@ -227,7 +239,10 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
 
 
 def test_races_beside_forks() -> None:
-    """A batch of greedy requests with forks, and drawn ones that draft less far: each as alone."""
+    """A batch has greedy requests with branches, and a raced one with a shorter draft.
+
+    Their drafts are the same as without branches.
+    """
     drafts = []
     for paths in (0, 3):
         world = World()
@@ -246,7 +261,7 @@ def test_races_beside_forks() -> None:
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_output_is_that_without_other_paths(raced: bool) -> None:
-    """Also of races, whose trees are other ones then."""
+    """The number of paths does not change the output; with races it changes the trees."""
     outputs = []
     for paths in (0, 1, 2, 3):
         world, texts = World(raced=raced), {name: list(text) for name, text in TEXTS.items()}
@@ -269,7 +284,10 @@ def test_output_is_that_without_other_paths(raced: bool) -> None:
 
 
 def test_forks_give_their_blocks_back() -> None:
-    """And where there are none left, there are fewer of them, which is counted."""
+    """A round frees the KV blocks of its branches.
+
+    If too few blocks are free, there are fewer branches, and the missing ones are counted.
+    """
     held = []
     for paths in (1, 3):
         world = World()
@@ -297,6 +315,7 @@ def test_forks_give_their_blocks_back() -> None:
 def test_where_few_places_were_recorded_all_have_fewer_paths(
     recorded: Sequence[int], paths: int
 ) -> None:
+    """If graphs are captured for few rows only, all requests have fewer paths."""
     world = World(graphs=True, recorded=recorded)
     drafts = world.draft(TEXTS, planned(step_of(TEXTS)), paths=3)
     assert all(fed(draft) == expected(paths) for draft in drafts.values())
@@ -306,7 +325,7 @@ def test_where_few_places_were_recorded_all_have_fewer_paths(
 
 @pytest.mark.parametrize("raced", [False, True])
 def test_graphs_find_the_same_trees(raced: bool) -> None:
-    """On three paths, of which what the drafter makes is counted once."""
+    """CUDA graphs do not change trees with three paths. Each drafter token is counted once."""
     trees, steps = [], LOOKAHEAD + (not raced)
     for graphs in (False, True):
         world = World(raced=raced, graphs=graphs)

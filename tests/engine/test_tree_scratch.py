@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines take draft trees, and what they keep for them, with plain values."""
+"""Tests of the resources of draft trees: supported configurations, rows and scratch blocks."""
 
 import logging
 from types import SimpleNamespace
@@ -69,9 +69,9 @@ def cache_of(num_blocks: int, *specs: Any) -> KVCacheConfig:
 @pytest.mark.parametrize(
     ("num_blocks", "specs", "kept"),
     [
-        (10_000, (), 64),  # two blocks for each of 32 sides
-        (400, (), 20),  # a twentieth
-        (11, (), 0),  # nothing beside a request of full length
+        (10_000, (), 64),  # two blocks for each of 32 branches
+        (400, (), 20),  # one block in 20
+        (11, (), 0),  # no block is left beside a request of full length
         (10_000, (FULL, FULL), 128),
         (10_000, (FULL, RECURRENT), 0),
     ],
@@ -84,7 +84,7 @@ def test_the_last_blocks_are_kept(num_blocks: int, specs: Any, kept: int) -> Non
 
 @pytest.mark.parametrize(("inner", "kept"), [(FULL, 64), (RECURRENT, 0)])
 def test_scheduler_and_workers_count_alike(inner: Any, kept: int) -> None:
-    """Of layers of one type and several sizes the workers know all, the scheduler is told one."""
+    """If layers of one type have several specs, workers have all specs and the scheduler one."""
     layers = {"layer 0": inner, "layer 1": inner}
     workers = cache_of(10_000, UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers))
     scheduler = generate_scheduler_kv_cache_config([workers])
@@ -94,6 +94,7 @@ def test_scheduler_and_workers_count_alike(inner: Any, kept: int) -> None:
 
 
 def test_the_scheduler_does_not_know_them() -> None:
+    """The scheduler's KV cache has no scratch blocks; the workers' has."""
     told: list[Any] = []
     wrapped = scratch._wrap_scheduler(lambda self, *args, **kwargs: told.append(args))
     cache = cache_of(400)
@@ -152,6 +153,7 @@ def test_chains_elsewhere(
 def test_processors_that_are_installed_are_read_by_v2_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Installed logits processors exclude trees on V2 only. V1 disables them with speculation."""
     found: dict[str, list[str]] = {"vllm.logits_processors": []}
     monkeypatch.setattr(scratch, "entry_points", lambda group: found[group])
     assert nodes_of(config_of()) == 8
@@ -161,7 +163,7 @@ def test_processors_that_are_installed_are_read_by_v2_alone(
 
 
 def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
-    """As vLLM checks it before it is told of the rows of trees."""
+    """vLLM checks this before `reserve_rows` adds the rows of trees; the plugin checks it again."""
     adapters = {"lora_config": "some"}
     assert nodes_of(config_of(**adapters)) == 8
     tight = {"scheduler_config": SimpleNamespace(**ROOM | {"max_num_batched_tokens": 40 * 17 - 1})}
@@ -182,5 +184,5 @@ def test_other_drafters_have_no_trees() -> None:
     [(1, 64, 32), (4, 64, 8), (4, 15, 1), (8, 15, 0), (40, 64, 0)],
 )
 def test_sides_are_shared_out(requests: int, scratch: int, branches: int) -> None:
-    """Of two blocks each, and of 40 sequences in all."""
+    """Each branch takes two scratch blocks, and a step has at most 40 sequences."""
     assert branches_per_request(config_of(), [16], scratch, requests) == branches

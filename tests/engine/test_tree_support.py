@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine's drafts may be trees, with plain values in place of a runner's."""
+"""Tests of the conditions for draft trees in an engine, with plain values instead of a runner."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -20,7 +20,7 @@ ROOM = TreeRoom(nodes=8, rows=16, branches=4)
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The ranks of the target: this one alone, or beside others of these verdicts."""
+    """Function that sets the verdicts of the target's other ranks. At first there are none."""
 
     def ranks(*others: bool) -> None:
         given = SimpleNamespace(world_size=1 + len(others), cpu_group="of ranks")
@@ -45,7 +45,10 @@ def agreed(
     graphs: Collection[CUDAGraphMode] = GRAPHS_V2,
     mode: CUDAGraphMode = CUDAGraphMode.NONE,
 ) -> bool:
-    """Of an engine with a group of layers for each backend, in two groups of the KV cache."""
+    """Return the verdict for an engine with these attention backends.
+
+    It has two groups of the KV cache. The second one has a group of layers for each backend.
+    """
 
     def groups(names: Sequence[str]) -> list[Any]:
         backends = [SimpleNamespace(get_name=lambda name=name: name) for name in names]
@@ -109,6 +112,7 @@ def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureF
 def test_it_is_said_where_trees_have_no_graphs(
     mode: str, graphs: Any, none: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If steps with trees have no CUDA graphs, the log names `cudagraph_mode`."""
     with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
         assert agreed(graphs=graphs, mode=CUDAGraphMode[mode])
     assert (f"without CUDA graphs, since cudagraph_mode is {mode};" in caplog.text) is none
@@ -117,7 +121,7 @@ def test_it_is_said_where_trees_have_no_graphs(
 @pytest.mark.parametrize("backend", [BACKENDS[0], "FLASH_ATTN"])
 @pytest.mark.parametrize("others", [(True, True), (True, False)])
 def test_ranks_agree(group: Any, backend: str, others: tuple[bool, ...]) -> None:
-    """Each of them votes, whatever it has found."""
+    """Each rank takes part in the reduction, also if its own verdict is negative."""
     group(*others)
     supported = backend in BACKENDS
     assert agreed(backend) is (supported and all(others))

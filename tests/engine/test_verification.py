@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of a mixed batch inside vLLM's sampler: a packet to the device, no read of it."""
+"""Tests of verification in Model Runner V1's sampler: one packet to the device, and no read."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,8 +32,8 @@ from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
 CPU = torch.device("cpu")
 WIDTH = 40
-# A greedy request, a random one without a draft, one that drew, one that drew at first alone, one
-# with a certain draft.
+# A greedy request, a sampled one without a draft, one with a sampled draft, one whose draft is
+# sampled at some positions only, and one whose draft tokens are certain.
 IDS = ["greedy", "idle", "drew", "drew at first", "certain"]
 LENGTHS = [2, 0, 3, 4, 2]
 TEMPERATURE = [0.0, 0.7, 1.0, 0.8, 1.2]
@@ -44,7 +44,7 @@ MAKERS = {"tensor", "as_tensor", "from_numpy"}
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down what goes to the device and what is read of it."""
+    """Records copies to the device and reads from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,10 @@ class Recorder(TorchFunctionMode):
 
 
 class Sampler(torch.nn.Module):
-    """Stands in for vLLM's, whose reads are its own: draws the bonus tokens, by races if any."""
+    """Stand-in for vLLM's sampler, whose own reads must not be counted.
+
+    It chooses bonus tokens, by races if `racing` is given.
+    """
 
     logprobs_mode = "raw_logprobs"
 
@@ -86,7 +89,7 @@ class Sampler(torch.nn.Module):
             )
             won, _ = self.racing(warm, {}, sampling_metadata.top_k, sampling_metadata.top_p)
             tokens = torch.where(is_greedy, tokens, won)
-        if sampling_metadata.logprob_token_ids:  # vLLM's gives theirs alone then
+        if sampling_metadata.logprob_token_ids:  # vLLM's sampler then returns only these
             logits = logits[:, : max(map(len, sampling_metadata.logprob_token_ids.values()))]
         kept = LogprobsTensors(None, logits, None)
         return SamplerOutput(tokens[:, None].to(torch.int32), logprobs_tensors=kept)
@@ -102,7 +105,7 @@ class Sampler(torch.nn.Module):
 
 
 class Engine:
-    """A verifier between two steps, all its drafts outstanding."""
+    """A verifier between two steps; its drafts are pending."""
 
     def __init__(self, name: str, send: Callable | None = None) -> None:
         self.packets = 0
@@ -127,7 +130,7 @@ class Engine:
 
 
 def arguments(logprobs: int | None = None) -> tuple:
-    """What vLLM calls the sampler with: 11 draft rows, and a bonus row behind each draft."""
+    """Return the arguments of vLLM's call: 11 draft rows, and a bonus row after each draft."""
     drafts = sum(LENGTHS)
     ends = np.cumsum([length + 1 for length in LENGTHS]) - 1
     is_bonus = np.isin(np.arange(drafts + len(IDS)), ends)
@@ -175,7 +178,7 @@ def test_a_verification_sends_one_packet_and_reads_nothing(rule: str) -> None:
 
 
 def test_accounts_of_a_batch_in_parts_are_not_waited_for() -> None:
-    """V2 verifies a large batch part by part: each part's accounts come with the step's tokens."""
+    """V2 verifies a large batch in parts. Their accounts arrive with the step's tokens."""
     waited: list[int] = []
 
     class Coming(Fetched):
@@ -212,7 +215,7 @@ def test_a_race_without_drafts_sends_one_packet_and_reads_nothing() -> None:
 def test_a_verification_needs_no_number_of_the_device(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fake tensors raise where one is read. vLLM's top-k reads on a CPU alone."""
+    """Fake tensors raise an exception at a read. vLLM's top-k reads on a CPU only."""
     for module in (race_sampler_v1, rejection_sampler_v1):
         monkeypatch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
 
@@ -237,7 +240,7 @@ def _faked(fake: FakeTensorMode, value: Any) -> Any:
 
 @pytest.mark.parametrize("processed", [False, True])
 def test_logits_are_kept_where_they_are_asked_for(processed: bool) -> None:
-    """target_probs take the place of the logits, but not of those that logprobs are made of."""
+    """`target_probs` overwrite the logits, unless logprobs are computed from them."""
     seen: dict[bool, list[torch.Tensor]] = {}
     for wanted in (False, True):
         torch.manual_seed(3)
@@ -250,12 +253,12 @@ def test_logits_are_kept_where_they_are_asked_for(processed: bool) -> None:
     assert torch.equal(seen[True][0], seen[False][0])
     assert len(seen[False]) == 1
     logits = seen[True][1]
-    assert (logits < 0).any()  # no probabilities
-    assert bool(logits.isinf().any()) is processed  # top-k and top-p leave -inf
+    assert (logits < 0).any()  # these are not probabilities
+    assert bool(logits.isinf().any()) is processed  # top-k and top-p set -inf
 
 
 class Tables(TorchDispatchMode):
-    """Counts the tables as large as one that operations make, in-place results excluded."""
+    """Counts new tensors with as many elements as `like`, without in-place results."""
 
     def __init__(self, like: torch.Tensor) -> None:
         super().__init__()
@@ -273,7 +276,7 @@ class Tables(TorchDispatchMode):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_target_probs_take_no_second_table(kept: bool) -> None:
-    """At 262,144 tokens a step of 8 requests would have 34 MB more to write, page by page."""
+    """A second table would be 34 MB for a step of 8 requests and a vocabulary of 262,144."""
     _, _, logits, sampling = arguments()
     of = torch.arange(len(logits)) % len(IDS)
     sampling.top_k = sampling.top_p = None
@@ -287,13 +290,16 @@ def test_target_probs_take_no_second_table(kept: bool) -> None:
 
 @pytest.mark.parametrize("likeliest", [None, 1, 4])
 def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> None:
-    """Also beside requests that ask for the likeliest tokens, or for none."""
+    """`logprob_token_ids` get their log probabilities with drafts.
+
+    Other requests of the batch may have the most likely tokens, or none.
+    """
     torch.manual_seed(3)
     plain = Engine("token").sampler(*arguments(likeliest))
     torch.manual_seed(3)
     asked = {0: [3, 7], 2: [9, 1, 5], 1: [8]}
     engine, given = Engine("token"), arguments(likeliest)
-    given[3].logprob_token_ids = {**asked, 4: []}  # none is no wish
+    given[3].logprob_token_ids = {**asked, 4: []}  # an empty list requests nothing
     output = engine.sampler(*given)
     assert torch.equal(output.sampled_token_ids, plain.sampled_token_ids)
     rows = given[2].log_softmax(-1)
@@ -317,6 +323,7 @@ def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> Non
 
 
 def test_tokens_that_v2_emits_stand_at_the_rows_they_come_from() -> None:
+    """`flat` returns the emitted token of each row of logits, and 0 for the other rows."""
     sampled = torch.tensor([[5, 6, -1], [7, -1, -1], [1, 2, 3]])
     cu, local = torch.tensor([0, 3, 4, 7]), torch.tensor([0, 1, 2, 0, 0, 1, 2], dtype=torch.int32)
     found = flat(sampled, torch.tensor([2, 1, 3]), cu, local)
@@ -324,6 +331,7 @@ def test_tokens_that_v2_emits_stand_at_the_rows_they_come_from() -> None:
 
 
 def test_fuzzy_accounts_are_settled_when_tokens_are_on_the_host() -> None:
+    """The counters of `fuzzy` are updated when the tokens have arrived on the host."""
     torch.manual_seed(0)
     engine = Engine("fuzzy")
     output = engine.sampler(*arguments())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification in Model Runner V2's sampler: the verdicts of V1, in parts, without a read.
+"""Tests of verification in Model Runner V2's sampler: V1's verdicts, in parts, without a read.
 
-vLLM's kernels need Triton: here its sampler is a stand-in, and so is what walks over the parts.
+vLLM's kernels need Triton, so stand-ins replace its sampler and its loop over the parts.
 """
 
 from collections import Counter
@@ -43,13 +43,13 @@ from vllm_hetero_spec.staging import on_host
 from vllm_hetero_spec.verify.drafts import FILLER
 from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
 
-STEPS = 5  # num_speculative_tokens: lines are as long, whatever is drafted
+STEPS = 5  # num_speculative_tokens; output rows have STEPS + 1 places for every draft length
 PROMPTS = [3, 8, 2, 6, 4]
 Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class States:
-    """What vLLM's sampler holds of its requests, which lie in other places than in the batch."""
+    """Request states of vLLM's sampler. Their order is not that of the batch."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class States:
 
 
 class Sampler:
-    """Stands in for vLLM's."""
+    """Stand-in for vLLM's sampler."""
 
     return_sampling_mask = False
     use_fp64_gumbel = False
@@ -89,12 +89,12 @@ class Sampler:
 
 
 def likeliest(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """In place of noise of vLLM's: as the stand-in for the sampler of V1 chooses bonus tokens."""
+    """Return the argmax instead of a sampled token, like the stand-in for V1's sampler."""
     return logits.argmax(-1)
 
 
 class Batch:
-    """A batch as V2 lays it out: behind each request's last token its draft."""
+    """A batch in V2's layout: each request's last token is followed by its draft."""
 
     def __init__(self, lengths: Sequence[int], requests: Sequence[int], written: list[int]) -> None:
         self.written = written
@@ -106,7 +106,7 @@ class Batch:
         self.expanded = self.idx.repeat_interleave(counts)
         local = [place for length in lengths for place in range(length + 1)]
         self.local = torch.tensor(local, dtype=torch.int32)
-        # The first row's token is the last one written.
+        # The first row of a request belongs to the last token of its text.
         self.pos = torch.tensor(written).repeat_interleave(counts) - 1 + self.local
 
     def run(
@@ -116,7 +116,7 @@ class Batch:
         tokens: torch.Tensor,
         parts: Sequence[tuple[int, int]],
     ) -> list[Verified]:
-        """What vLLM does: the view once, then part by part."""
+        """Verify like vLLM: get the view once, then verify each part."""
         found = []
         sampler._view, sampler._verified = sampler._batch(None), 0  # type: ignore[arg-type]
         for start, stop in parts:
@@ -171,12 +171,12 @@ def made(
 
 
 class Mixed:
-    """The batch of the tests of V1, and the sampler of V1 with the same drafts outstanding."""
+    """The batch of V1's tests on V2's sampler, and V1's sampler with the same pending drafts."""
 
     def __init__(self, rule: str, logprobs_mode: str = "raw_logprobs", **engine: Any) -> None:
         self.old = Engine(rule, **engine)
         self.given = metadata, _, self.logits, sampling = arguments()
-        order = [4, 2, 0, 1, 3]  # of the requests' states
+        order = [4, 2, 0, 1, 3]  # state index of each request
 
         def by_state(values: Any) -> list:
             return [values[order.index(place)] for place in range(len(order))]
@@ -217,7 +217,7 @@ def mixed(rule: str, **more: Any) -> Mixed:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("parts", [((0, 5),), ((0, 2), (2, 4), (4, 5))])
 def test_verdicts_are_those_of_v1(rule: str, parts: Sequence[tuple[int, int]]) -> None:
-    """Also in parts, with a request of each kind: see the batch."""
+    """V2's verdicts equal V1's for a request of each kind, in one part or in several."""
     batch = mixed(rule)
     found = batch.run(parts)
     assert len(found) == len(parts)
@@ -240,7 +240,7 @@ def test_a_part_sends_one_packet_and_reads_nothing(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
-    """Fake tensors raise where one is read."""
+    """Fake tensors raise an exception at a read."""
 
     def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
@@ -259,7 +259,10 @@ def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_that_were_filled_up_have_the_same_verdicts(rule: str) -> None:
-    """Under asynchronous scheduling all have as many rows; how long a draft is says the view."""
+    """With asynchronous scheduling all drafts have equally many rows.
+
+    The view contains their lengths.
+    """
     ((_, *expected),) = mixed(rule).run()
     batch = mixed(rule)
     plain = batch.batch
@@ -276,7 +279,7 @@ def test_drafts_that_were_filled_up_have_the_same_verdicts(rule: str) -> None:
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_logits_are_kept_where_they_are_asked_for(mode: str) -> None:
-    """target_probs take the place of the processed ones alone, and of those that are not wanted."""
+    """`target_probs` overwrite only processed logits, and only if logprobs do not need them."""
     batch = mixed("token", logprobs_mode=mode)
     logits = batch.logits.clone()
     ((processed, *_),) = batch.batch.run(batch.sampler, logits, batch.tokens, [(0, 5)])
@@ -289,7 +292,7 @@ def test_logits_are_kept_where_they_are_asked_for(mode: str) -> None:
 
 
 def test_logits_without_parameters_are_left_alone() -> None:
-    """vLLM copies none then: its own are what logprobs are made of."""
+    """vLLM then makes no copy of the logits, and computes logprobs from them."""
     batch = mixed("token")
     batch.sampler.sampler.apply_sampling_params = lambda logits, *_: logits  # type: ignore[method-assign]
     logits = batch.logits.clone().bfloat16()
@@ -300,7 +303,7 @@ def test_logits_without_parameters_are_left_alone() -> None:
     assert (tokens[:, 0] >= 0).all()
 
 
-# ----------------------------------------------------------------------------------- laws
+# ----------------------------------------------------------------------------------- distributions
 
 COPIES = 20_000
 P = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1]])
@@ -308,7 +311,10 @@ Q = torch.tensor([[0.2, 0.5, 0.1, 0.2], [0.4, 0.1, 0.4, 0.1]])
 
 
 def many(rule: str, draft: torch.Tensor, heat: float = 1.0) -> Counter:
-    """The first three tokens of as many requests as there are drafts int64 [n, 2], filled up."""
+    """Return the counts of the emitted tokens of n requests.
+
+    `draft`: int64 [n, 2], the draft of each request, padded with -1.
+    """
     count = len(draft)
     pending = PendingDraftProbs()
     ids = [str(i) for i in range(count)]
@@ -322,7 +328,7 @@ def many(rule: str, draft: torch.Tensor, heat: float = 1.0) -> Counter:
         sampler,
         BatchView(ids, lengths=[2] * count),
         torch.full((count,), 4),
-        races=True,  # bonus tokens with a law
+        races=True,  # so that bonus tokens are sampled
     )
     batch = Batch([2] * count, range(count), [4] * count)
     tokens = torch.zeros(count, 3, dtype=torch.int64)
@@ -344,7 +350,7 @@ def firsts(found: Counter) -> Counter:
 
 
 def behind(found: Counter, accepted: int) -> Counter:
-    """The tokens behind so many accepted ones."""
+    """Count the tokens that follow `accepted` tokens."""
     return Counter(line[accepted] for line in found.elements() if len(line) > accepted)
 
 
@@ -360,7 +366,7 @@ def test_the_law_is_the_targets(rule: str, heat: float) -> None:
 @pytest.mark.parametrize("rule", ["token", "block", "race"])
 @pytest.mark.parametrize("valid", [0, 1])
 def test_a_place_without_a_token_is_the_targets_own(rule: str, valid: int) -> None:
-    """Drafts filled up with -1: nothing is accepted there, and the target's law is kept."""
+    """Padding of -1 is never accepted, and the output follows the target's distribution."""
     draft = drafts(COPIES)
     draft[:, valid:] = -1
     found = many(rule, draft)
@@ -370,7 +376,7 @@ def test_a_place_without_a_token_is_the_targets_own(rule: str, valid: int) -> No
 
 
 def test_races_without_drafts_are_those_of_v1() -> None:
-    """A seed's tokens are the same on both runners; at temperature 0 the likeliest."""
+    """A seed has the same tokens on both runners. Temperature 0 chooses the most likely token."""
     logits = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
     top_k = torch.tensor([WIDTH, 4, 9, 3, WIDTH])
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.7, 0.8])
@@ -389,7 +395,7 @@ def test_races_without_drafts_are_those_of_v1() -> None:
 
 
 def test_the_batch_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every batch begins at its first request."""
+    """Each batch also begins again at its first request."""
     batch = mixed("token")
     asked: list[Any] = []
     batch.sampler._batch = lambda given: asked.append(given) or BatchView(IDS, lengths=LENGTHS)  # type: ignore[func-returns-value, return-value]
