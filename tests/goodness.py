@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test whether samples follow a distribution, with bounds for any number of samples.
 
-All statistical tests use `follows` or `p_value`. A correct distribution fails in less than one of
-10^8 tests, so a run of the whole suite fails in less than one of 10^6 cases. A test of a fault
-computes with `missed` that at most one run of 10^4 misses it.
+All statistical tests use `follows` or `p_value`. A correct distribution fails less than one test in
+10^8, and less than one run of the whole suite in 10^6. A test of a fault computes with `missed`
+that at most one run in 10^4 misses it.
 """
 
 import math

@@ -87,7 +87,7 @@ def law_of(
 def third_is_one_of(
     model: Any, start: list[int], setting: Setting, tokens: Collection[int]
 ) -> dict[bool, float]:
-    """Distribution of the event that the third token is in `tokens`; exact as `law_of_third`."""
+    """Distribution of the event that the third token is in `tokens`, from `law_of_third`."""
     share = float(law_of_third(model, start, setting)[list(tokens)].sum())
     return {True: share, False: 1 - share}
 

@@ -112,7 +112,7 @@ def test_same_tokens_as_the_target_alone(compared: Compared, few: list[str]) -> 
 def test_log_probabilities_are_those_of_the_rows_on_the_way(
     compared: Compared, few: list[str]
 ) -> None:
-    """The first run knows no text and drafts nothing. The second one drafts trees."""
+    """The second run drafts its known output in trees, and has the values of the first run."""
     params, told = greedy(logprobs=2, max_tokens=16), []
     for prompts in (few, few):
         with overheard(compared.llm) as known:
@@ -241,7 +241,7 @@ def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> No
         for index, prompt in enumerate(few):
             engine.add_request(f"{fault.__name__} {index}", prompt, greedy())
         try:
-            for _ in range(40):  # `greedy()` requests need 24 without drafts
+            for _ in range(40):  # more steps than the target alone needs
                 for output in engine.step():
                     found[output.request_id.split()[1]] = list(output.outputs[0].token_ids)
         except StopIteration:  # the accepted path is not in the tree; the engine has ended

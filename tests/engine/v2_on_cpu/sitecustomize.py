@@ -40,7 +40,7 @@ class _Loaded(importlib.abc.MetaPathFinder):
 
 
 def _masks_are_bools(store: Any) -> Any:
-    """Wrap the interpreter's `store`: it refuses integer masks, which compiled kernels accept."""
+    """Wrap the interpreter's `store`, which refuses some masks that compiled kernels accept."""
 
     def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, policy: Any) -> Any:
         mask.data = mask.data.astype(bool)
