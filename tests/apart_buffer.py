@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A buffer of `staging` whose bytes on the device are no memory of the host's, on a CPU."""
+"""A buffer of `staging` on a CPU with separate memory for the device, as on a GPU."""
 
 import torch
 
@@ -7,7 +7,7 @@ from vllm_hetero_spec import staging
 
 
 class ApartBuffer(staging._Buffer):
-    """To be put in the place of `staging._Buffer`."""
+    """Replacement for `staging._Buffer`."""
 
     def __init__(
         self, size: int, device: torch.device, other: "staging._Buffer | None" = None
@@ -18,5 +18,5 @@ class ApartBuffer(staging._Buffer):
             self._there = torch.empty_like(self._host)
 
     def send(self, size: int) -> None:
-        """Bring the first `size` bytes over."""
+        """Copy the first `size` bytes to the device."""
         self._there[:size].copy_(self._host[:size])

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target and a drafter whose weights are written down: the same on every machine.
+"""Build a target and a drafter with computed weights, which are the same on every machine.
 
-Both go through a chain of letters: what a token's last letter is decides, up to what a weak
-attention adds of the text before, how likely each token is to follow. Their tokenizers cut the
-letters differently, and the drafter knows nothing of two of them. So drafts are accepted and
-rejected, translated and corrected, and how often they should be can be computed.
+Both are Markov chains of letters: the last letter decides the next one, with a weak influence of
+earlier text through attention. Their tokenizers split letters differently, and the drafter never
+writes two of the letters. So some drafts are rejected, and the exact probabilities can be computed.
 """
 
 import math
@@ -23,12 +22,12 @@ UNKNOWN = "be"  # letters that the drafter never writes
 PROMPT = "abd fac dabc fabd cdab fa bdc abcd fab"
 _HIDDEN = 64
 _NEVER = -30.0
-# How likely the next letters in the row of LETTERS follow; no two the same, so that nothing ties.
+# Distance in LETTERS -> probability of the next letter. All differ, so that there are no ties.
 _STEPS = {1: 0.53, 2: 0.29, 4: 0.17, 5: 0.01}
 
 
 def build(folder: Path) -> Path:
-    """Make `target/`, `drafter/` and `garbled/`, a drafter of random weights, in a folder."""
+    """Write `target/`, `drafter/` and `garbled/`, a drafter with random weights."""
     _save(folder / "target", "byte_bpe", vocab_size=300, layers=2, without="", seed=1)
     _save(folder / "drafter", "sentencepiece", vocab_size=400, layers=1, without=UNKNOWN, seed=2)
     _save(folder / "garbled", "sentencepiece", vocab_size=400, layers=1, without=None, seed=3)
@@ -36,7 +35,7 @@ def build(folder: Path) -> Path:
 
 
 def pieces_of(tokenizer: Any) -> list[str]:
-    """The letters of every token; nothing for special tokens and those that stand for bytes."""
+    """Return the letters of each token; "" for special tokens and byte tokens."""
     read = load_tokenizer(tokenizer, "chain").token_bytes
     names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     plain = [not name.startswith("<") for name in names]
@@ -44,13 +43,13 @@ def pieces_of(tokenizer: Any) -> list[str]:
 
 
 def unknown(folder: Path) -> set[int]:
-    """Tokens of a model with a letter that the drafter never writes."""
+    """Return the tokens of a model that contain a letter which the drafter never writes."""
     pieces = pieces_of(AutoTokenizer.from_pretrained(folder))
     return {token for token, piece in enumerate(pieces) if set(piece) & set(UNKNOWN)}
 
 
 def _text() -> list[str]:
-    """What the tokenizers learn from."""
+    """Return the text from which the tokenizers are trained."""
     draw = random.Random(0)
     place, found = 0, []
     for _ in range(20_000):
@@ -60,14 +59,14 @@ def _text() -> list[str]:
 
 
 def _likelihood(piece: str, before: int, without: str) -> float:
-    """Log-probability of a token's letters after the letter at place `before`."""
+    """Return the log probability of a token's letters after the letter at place `before`."""
     total = 0.0
     for letter in piece:
         if letter not in LETTERS or letter in without:
             return _NEVER
         place = LETTERS.index(letter)
         step = _STEPS.get((place - before) % len(LETTERS), 1e-4)
-        # A little of its own for each pair of letters.
+        # A small term that depends on the pair of letters.
         total += math.log(step) + 0.02 * ((3 * place + 5 * before) % 7)
         before = place
     return total if piece else _NEVER
@@ -76,7 +75,7 @@ def _likelihood(piece: str, before: int, without: str) -> float:
 def _save(
     out: Path, kind: TokenizerKind, *, vocab_size: int, layers: int, without: str | None, seed: int
 ) -> None:
-    """Save a model that leaves letters out; random weights where `without` is None."""
+    """Save a model that never writes the letters of `without`; None gives random weights."""
     tokenizer = train_tokenizer(kind, _text(), vocab_size)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -104,7 +103,7 @@ def _save(
 
 
 def _write_chain(model: LlamaForCausalLM, pieces: list[str], without: str) -> None:
-    """The first columns of the hidden state say which letter was the last."""
+    """Write weights for which the first columns of the hidden state encode the last letter."""
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.mul_(0.6)
@@ -114,5 +113,5 @@ def _write_chain(model: LlamaForCausalLM, pieces: list[str], without: str) -> No
     for token, piece in enumerate(pieces):
         embedding[token, max(0, LETTERS.find(piece[-1:] or " "))] = 1.0
         for before in range(len(LETTERS)):
-            # The norm before the head makes the hidden state this much longer.
+            # The norm before the head scales the hidden state by this factor.
             head[token, before] = _likelihood(piece, before, without) / _HIDDEN**0.5

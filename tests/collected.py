@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collect tests in a process of its own: `python collected.py OUT FILE...` writes OUT as JSON.
+"""Collect tests in a child process: `python collected.py OUT FILE...` writes OUT as JSON.
 
-It maps each node id to whether the test is marked `full`.
+The JSON maps each node id to true if the test is marked `full`.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 
 class Lister:
-    """Keeps what a session has collected."""
+    """Records the tests that a session collects."""
 
     def __init__(self) -> None:
         self.found: dict[str, bool] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures shared by every test: the demo pair, and where optional data lies."""
+"""Environment, test selection, and fixtures of all tests: model pairs, prompts, optional data."""
 
 import json
 import os
@@ -13,36 +13,36 @@ from vllm_hetero_spec.paths import demo_folder
 
 REPO = Path(__file__).resolve().parent.parent
 
-# Tiny models lose more to waiting for other threads than they gain; read when torch is imported.
+# For tiny models, threads cost more than they gain. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-# Kernels kept per batch shape; few, so that a leak stands out from them.
+# Number of cached kernels, one per batch shape; small, so that a memory leak is visible.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-# Processes of the tests start fast: what one of them has compiled, or found out about a model in a
-# process more, the next one finds.
+# Child processes start faster if they share compiled Python files and vLLM's cache. That cache
+# contains facts about models for which vLLM would start another process.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(REPO / "tests" / "any_process"), os.environ.get("PYTHONPATH")])
 )
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path.home() / ".cache" / "vllm"))
-# Engines run in the process that starts them: tests reach into the worker, and children start fast.
+# Engines run in the process that starts them: tests can access the worker, and start-up is faster.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# Nothing in the tests may reach a hub: models are made here or read from disk.
+# Tests must not access a hub: they build models or read them from disk.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
 def shared_or_none() -> Path | None:
-    """The folder of optional real tokenizers, models and prompts, None where it is absent."""
+    """The folder of optional real tokenizers, models and prompts; None if there is none."""
     path = Path(os.environ.get("HETERO_SPEC_SHARED") or REPO.parent / "shared")
     return path if path.is_dir() else None
 
 
 @pytest.fixture(scope="session")
 def shared(shared_or_none: Path | None) -> Path:
-    """As above; skips where it is absent."""
+    """The folder of `shared_or_none`; skips the test if there is none."""
     if shared_or_none is None:
         pytest.skip("needs real tokenizers and models (HETERO_SPEC_SHARED names their folder)")
     return shared_or_none
@@ -62,8 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     """Select the tier, and order the files.
 
     Without `--full`, tests marked `full` run only if the command line names their file or `-m`
-    names the mark. Files that start engines come first, so that no worker is left alone with them
-    at the end.
+    names the mark. Files that start engines run first: they take long, and at the end other workers
+    would be idle.
     """
     if not config.getoption("--full") and "full" not in config.getoption("markexpr"):
         named = {Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args}
@@ -100,14 +100,14 @@ def chain_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def code_prompts(demo_pair: Path) -> list[str]:
-    """Held-out code, whole: what the demo models have learnt to continue."""
+    """Complete held-out code files. The demo models were trained on similar code."""
     lines = (demo_pair / "prompts.jsonl").read_text().splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 
 @pytest.fixture(scope="session")
 def prompts(code_prompts: list[str], shared_or_none: Path | None) -> list[str]:
-    """64 prompts: of every kind where real ones are at hand, else pieces of held-out code."""
+    """64 prompts: real ones of each kind if available, otherwise parts of held-out code."""
     if shared_or_none is None:
         parts = [(text, part) for part in (4, 3, 2, 1) for text in code_prompts]
         return [text[: len(text) * part // 4] for text, part in parts][:64]
@@ -124,7 +124,10 @@ def texts(prompts: list[str]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def alone(demo_pair: Path, texts: list[str]) -> dict[str, list[int]]:
-    """Greedy tokens; a module's engine must ask for them first: two cannot live side by side."""
+    """Greedy tokens of the target alone.
+
+    Request it before a module starts its own engine, because only one engine can exist at a time.
+    """
     from harness import engine
     from scenarios import generate, greedy
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether samples follow a law, with bounds that hold for any number of samples.
+"""Test whether samples follow a distribution, with bounds for any number of samples.
 
-Every statistical test of the suite asks `follows` or `p_value`, and a test of what must be caught
-states its power with `missed`: a true law fails in less than one run of 10^8, so that the whole
-suite does in less than one of 10^6; a wrong one is missed in less than one of 10^4.
+All statistical tests use `follows` or `p_value`. A correct distribution fails less than one test in
+10^8, and less than one run of the whole suite in 10^6. A test of a fault computes with `missed`
+that at most one run in 10^4 misses it.
 """
 
 import math
@@ -13,9 +13,9 @@ from typing import Any
 
 ALPHA = 1e-8
 MISSED = 1e-4
-# Outcomes expected less often share a cell: many rare cells would hide what a wrong rule does.
+# Outcomes expected less often share one cell, because many rare cells would hide an error.
 _EXPECTED = 8
-_LEAST = 1e-7  # of the shared cell: laws are known up to rounding
+_LEAST = 1e-7  # smallest probability of the shared cell, because of rounding errors
 
 
 def _cells(law: Mapping[Any, float], samples: int) -> list[Hashable]:
@@ -23,7 +23,7 @@ def _cells(law: Mapping[Any, float], samples: int) -> list[Hashable]:
 
 
 def _shares(shares: Mapping[Any, float], cells: list[Hashable]) -> list[float]:
-    """The shares of the cells, and of all else."""
+    """Return the shares of the cells, and the share of all other outcomes."""
     found = [shares.get(cell, 0.0) for cell in cells]
     return [*found, max(1.0 - sum(found), 0.0)]
 
@@ -33,13 +33,13 @@ def _floored(shares: list[float]) -> list[float]:
 
 
 def _divergence(p: list[float], q: list[float]) -> float:
-    """Kullback-Leibler, in nats."""
+    """Return the Kullback-Leibler divergence in nats."""
     pairs = [(a, b) for a, b in zip(p, q, strict=True) if a > 0]
     return sum(a * math.log(a / b) if b > 0 else math.inf for a, b in pairs)
 
 
 def _bound(nats: float, freedom: int) -> float:
-    """How probable samples are at most whose divergence from their law is `nats` / samples.
+    """Bound the probability of samples whose divergence is at least `nats` / samples.
 
     R. Agrawal, Finite-sample concentration of the multinomial in relative entropy (2020).
     """
@@ -49,11 +49,11 @@ def _bound(nats: float, freedom: int) -> float:
 
 
 def p_value(found: Counter, law: Mapping[Any, float]) -> float:
-    """At most how probable samples are that are as far from the law as these.
+    """Return an upper bound of the p-value: samples at least as far from the distribution.
 
     Args:
-        found: How often each outcome came.
-        law: Probabilities; what they lack to 1 is that of everything else.
+        found: Number of each outcome.
+        law: Probability of each outcome; the rest to 1 belongs to all other outcomes.
     """
     samples = found.total()
     cells = _cells(law, samples)
@@ -63,15 +63,15 @@ def p_value(found: Counter, law: Mapping[Any, float]) -> float:
 
 
 def follows(found: Counter, law: Mapping[Any, float]) -> bool:
-    """Whether samples may have come from the law."""
+    """Return True if the samples are compatible with the distribution."""
     return p_value(found, law) > ALPHA
 
 
 def missed(law: Mapping[Any, float], wrong: Mapping[Any, float], samples: int) -> float:
-    """At most how probable it is that samples of a wrong law seem to follow the law.
+    """Return an upper bound of the probability that samples of `wrong` pass as `law`.
 
-    By Sanov's theorem for convex sets: the empirical laws that pass are a ball about the law, and
-    the one of them that is nearest to the wrong law lies on the geometric path between the two.
+    By Sanov's theorem for convex sets: the empirical distributions that pass are a ball around
+    `law`. The one nearest to `wrong` is on the geometric path between the two.
     """
     cells = _cells(law, samples)
     right, other = _floored(_shares(law, cells)), _shares(wrong, cells)
@@ -87,7 +87,7 @@ def missed(law: Mapping[Any, float], wrong: Mapping[Any, float], samples: int) -
 
     if passes(0.0):
         return 1.0
-    near, far = 1.0, 0.0  # weights that pass and that do not
+    near, far = 1.0, 0.0  # a weight that passes, and one that does not
     for _ in range(60):
         middle = (near + far) / 2
         near, far = (middle, far) if passes(middle) else (near, middle)

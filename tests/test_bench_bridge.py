@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the bridge runs, and each request decodes the text that it was given."""
+"""`bench_bridge.py`: rows of the table, and steps that extend every request."""
 
 import sys
 from itertools import cycle
@@ -29,7 +29,7 @@ def test_a_step_extends_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, TextTokenizer] = bench_bridge.load(None, text)
     target, drafter = known.values()
     ids = [target.encode(text), target.encode(text[10:])]
-    ticks = cycle(range(4))  # a step looks at the clock four times
+    ticks = cycle(range(4))  # a step reads the clock four times
     run = bench_bridge.Decoding(target, drafter, ids, 4, lambda: float(next(ticks)))
     run.step([1, 3])
     run.step([2, 1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec compare`: what it refuses, what it reports, and one real comparison."""
+"""`vllm-hetero-spec compare`: refusals, reports, and one real comparison."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ SPECULATIVE = Sample(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A folder that looks like a model until something opens it."""
+    """A folder with the files of a model, all without contents, and two prompts."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.bin").write_bytes(b"")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> str:
 
 @dataclass
 class Answers:
-    """Engines that answer with what is measured of the target alone and with the drafter."""
+    """Replacement for engines that returns one fixed sample without and one with a drafter."""
 
     alone: Sample = ALONE
     speculative: Sample = SPECULATIVE
@@ -75,13 +75,13 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def compared(folder: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What a comparison on two prompts prints."""
+    """Return the output of a comparison on two prompts."""
     assert main(["compare", folder, folder, "--prompts", f"{folder}/prompts.jsonl", *options]) == 0
     return capsys.readouterr().out
 
 
 def with_texts(sample: Sample, *texts: str) -> Sample:
-    """The sample with other texts."""
+    """Return a copy of the sample with other texts."""
     pairs = zip(sample.traces, texts, strict=True)
     return dataclasses.replace(
         sample, traces=[dataclasses.replace(trace, text=text) for trace, text in pairs]
@@ -89,7 +89,7 @@ def with_texts(sample: Sample, *texts: str) -> Sample:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence with which a command line is refused."""
+    """Return the refusal of a command line; it must be one line."""
     assert main(["compare", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -105,7 +105,7 @@ def test_figures_of_a_comparison(
     assert found["identical"] == found["prompts"] == 2
     assert found["speedup"] == pytest.approx(2.0)
     assert found["method"] == "hetero"
-    assert answers.started == ["hetero", "alone"]  # a drafter that is refused is refused at once
+    assert answers.started == ["hetero", "alone"]  # first, so that a refused drafter fails early
     alone, speculative = found["alone"], found["speculative"]
     assert alone["tokens_per_second"]["median"] == pytest.approx(3.0)
     assert speculative["acceptance_length"] == pytest.approx(1 + 6 / 4)
@@ -159,7 +159,7 @@ def test_a_differing_token_is_reported(
 def test_ties_of_coarse_arithmetic_are_told(
     folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where texts differ, and a tie may be why."""
+    """A tie is reported only if texts differ and the dtype has 16 bits."""
     same, last = SPECULATIVE.traces
     changed = [same, dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")]
     for traces, dtype, told in (
@@ -215,7 +215,7 @@ def test_markup_in_a_text_is_printed_as_it_is(
 def test_weights_that_cannot_be_had_are_refused(
     folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any engine starts, which would look for them out of sight."""
+    """The refusal comes before any engine starts. An engine would download silently."""
     (Path(folder) / "model.bin").unlink()
     assert "contains no weights." in refused(capsys, folder, folder)
     (Path(folder) / "model.bin").touch()
@@ -295,7 +295,7 @@ def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
 
 
 def test_lines_end_where_json_lines_does(tmp_path: Path) -> None:
-    """Not at other separators, which are text; a byte order mark is none."""
+    """Other separators are part of the text. A byte order mark is ignored."""
     file = tmp_path / "prompts.jsonl"
     texts = ["a\u2028b\u2029c", "d\x85e", "f"]
     rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
@@ -343,14 +343,14 @@ def test_errors_of_the_machine_are_one_sentence(
 def test_a_reader_that_leaves_ends_it_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], show: Callable[[str], None]
 ) -> None:
-    """As `| head` does, whether it is found out while printing or at the end."""
+    """A closed pipe, as with `| head`, ends the command silently, while printing or at exit."""
     monkeypatch.setattr(doctor, "run", lambda _: show("all is well"))
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
         assert main(["doctor"]) == 141
-    # Nor does closing the file fail, as Python does at its end.
+    # Closing the file, as Python does at exit, does not fail either.
     assert capsys.readouterr().err == ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo pair: trained and made whole or not at all, loadable, of two tokenizer kinds."""
+"""The demo pair: training, tokenizers, shipped models, and the demo folder."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def test_the_drafter_tokenizer_is_sentencepiece_like(pair: Path) -> None:
 
 
 def test_shipped_models_are_what_the_script_trains() -> None:
-    """Specs, number format and size: a changed spec needs new weights."""
+    """Shapes, dtype and file size are those of the script. A changed spec needs new weights."""
     size = 0
     for role, spec in (("target", train_models.TARGET), ("drafter", train_models.DRAFTER)):
         folder = make_demo.SHIPPED / role
@@ -156,7 +156,7 @@ def test_shipped_chats_end_with_a_user_in_the_target_s_template() -> None:
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_the_shipped_models_write_python(role: str) -> None:
-    """Most lines of a greedy continuation are those of a program, and not all the same."""
+    """More than a third of the lines of greedy continuations are code, and as many differ."""
     folder = make_demo.SHIPPED / role
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -193,7 +193,7 @@ def test_an_interrupted_run_leaves_nothing(
 
 @pytest.fixture
 def shipped(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tiny pair in the place of the repository's own."""
+    """A tiny pair that replaces the one in the repository."""
     folder = tmp_path / "shipped"
     shutil.copytree(pair, folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents say exists does: links, files, commands and options, keys, metrics, rooms."""
+"""Documents name only existing links, files, commands, options, keys, metrics and rooms."""
 
 import ast
 import dataclasses
@@ -39,7 +39,7 @@ DOCUMENTS = sorted(
     for folder in (".", "examples", "scripts", "tests", "vllm_hetero_spec")
     for file in (REPO / folder).glob("*.md" if folder == "." else "**/*.md")
 )
-# Written by users or by commands, and of other programs.
+# Files that users, commands or other programs write.
 NOT_OURS = (
     "results.md",
     "results.jsonl",
@@ -57,12 +57,12 @@ def prose(document: Path) -> str:
 
 
 def quoted(text: str) -> list[str]:
-    """What stands between backticks."""
+    """Return the texts between backticks."""
     return re.findall(r"`([^`\n]+)`", text)
 
 
 def commands(document: Path) -> Iterator[list[str]]:
-    """Command lines of a document, in blocks or between backticks, as words."""
+    """Yield the words of each command line of a document, in blocks or between backticks."""
     text = document.read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
     blocks += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(document))]
@@ -75,7 +75,7 @@ def commands(document: Path) -> Iterator[list[str]]:
 
 
 def tables(document: Path, heading: str) -> Iterator[list[str]]:
-    """Rows of the tables whose first column has a heading, as cells."""
+    """Yield the cells of each row of the tables whose first column has this heading."""
     text = document.read_text(encoding="utf-8")
     for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         head, _, *rows = [
@@ -157,12 +157,12 @@ def test_metrics_that_are_named_exist(document: Path) -> None:
 
 
 def names_in(rows: Iterator[list[str]]) -> set[str]:
-    """What stands between backticks in the first column of a table."""
+    """Return the texts between backticks in the first column of a table."""
     return {name for row in rows for name in quoted(row[0])}
 
 
 def names_of(model: Any) -> set[str]:
-    """Fields of a dataclass."""
+    """Return the names of the fields of a dataclass."""
     return {each.name for each in dataclasses.fields(model)}
 
 
@@ -195,7 +195,7 @@ def test_the_decision_guide_names_what_exists() -> None:
 
 
 def test_every_key_of_a_suite_is_described() -> None:
-    """Fields of the classes that a suite file is read into."""
+    """Keys are the fields of the classes that a suite file is read into."""
     described = names_in(tables(BENCH, "key"))
     written: set[str] = set()
     for model in (SuiteFile, Target, SuiteDrafter, Dataset):
@@ -212,7 +212,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
 
 
 def test_rooms_import_what_the_table_says() -> None:
-    """The table of rooms in the package's own document, against every import of every file."""
+    """The table of rooms lists exactly the imports of all files, also those inside functions."""
     table = {
         room: set(quoted(row[2]))
         for row in tables(PACKAGE / "README.md", "room")
@@ -221,7 +221,7 @@ def test_rooms_import_what_the_table_says() -> None:
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
-        if "/" in path:  # the others are for all
+        if "/" in path:  # all rooms may import the files without a folder
             room = room_of(path, table)
             imported = {room_of(other, table) for other in imports(file) if "/" in other}
             found[room] = found.get(room, set()) | imported - {room}
@@ -229,12 +229,12 @@ def test_rooms_import_what_the_table_says() -> None:
 
 
 def room_of(path: str, rooms: Collection[str]) -> str:
-    """The innermost room of the table that a file is in."""
+    """Return the innermost room of the table that contains a file."""
     return max((room for room in rooms if path.startswith(room)), key=len, default=path)
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Paths below the package of what a file imports, at its head or inside functions."""
+    """Yield the modules of this package that a file imports, as paths below the package."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module:

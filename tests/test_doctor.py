@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec doctor`: all is well here, and what is not is named with its fix."""
+"""`vllm-hetero-spec doctor`: no problem on this machine, and each problem comes with its fix."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ RuntimeError: Engine core initialization failed.
 
 
 def test_an_engine_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cause is below the sentence that names the end."""
+    """The finding includes the cause from the engine's output, not only its exit code."""
 
     class Failing:
         def __init__(self, spec: Any) -> None:
@@ -98,7 +98,7 @@ def test_the_tiny_pair_takes_little_of_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_cpu_build_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's CPU build denies that there is a GPU; the driver knows."""
+    """PyTorch's CPU build does not detect a GPU; the driver does."""
     monkeypatch.delenv("HETERO_SPEC_BUILD", raising=False)
     monkeypatch.setattr(health, "gpus", lambda: ["NVIDIA H100"])
     found = found_by("platform")
@@ -110,7 +110,7 @@ def test_the_cpu_build_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a driver that is too old: here by a PyTorch that only says that it is a CUDA build."""
+    """For example, the driver is too old. Here PyTorch only claims to be a CUDA build."""
     assert found_by("CUDA").good
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = found_by("CUDA")

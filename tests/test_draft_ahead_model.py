@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated schedules of drafting and verification, by hand and beside others tick by tick."""
+"""Simulated schedules of drafting and verification, by hand and against a tick simulation."""
 
 import random
 from collections import deque
@@ -10,15 +10,15 @@ from _draft_ahead_model import dsi_time, runs_of, serial_time
 
 
 def test_schedules_by_hand() -> None:
-    # Two tokens and a step, then one and a step: three and two tokens are written.
+    # Two draft tokens and a step give three tokens. One and a step give the other two.
     assert serial_time([4], 2, 4, 1) == (2 + 4) + (1 + 4)
-    # One answer at once; the drafter's tokens 1-2 are sent at 2, tokens 3-4 at 4.
+    # The first verification starts at 0. Draft tokens 1-2 are sent at 2, tokens 3-4 at 4.
     assert dsi_time([4], 2, 2, 4, 1) == 4 + 4
     assert dsi_time([4], 2, 1, 4, 1) == 4 + 4 + 4
-    # A drafter that is always wrong: the target alone, whatever the lookahead.
+    # A drafter that is always wrong takes the time of the target alone, for each lookahead.
     assert dsi_time([0] * 5, 2, 2, 4, 1) == 5 * 4
     assert serial_time([0] * 5, 2, 4, 1) == 5 * 4 + (2 + 2 + 2 + 1)
-    # Rejected at 6, during the drafter's second forward of 4: it begins anew at 8.
+    # Rejected at 6, during the drafter's second forward of 4 ticks: it starts again at 8.
     assert dsi_time([0, 0], 1, 2, 6, 4) == 6 + 6
     assert dsi_time([0, 1], 1, 2, 6, 4) == 6 + (8 - 6 + 4) + 6
 
@@ -40,12 +40,12 @@ def test_runs_of_steps(counts: list[int], runs: list[int]) -> None:
 def written_in_ticks(
     runs: Sequence[int], lookahead: int, servers: int, target: int, token: int
 ) -> tuple[int, list[int]]:
-    """Distributed speculative inference tick by tick: when it ends, and what it writes.
+    """Simulate distributed speculative inference tick by tick; return its end and the text.
 
-    The continuation is 0, 1, 2, ...; a drafter that is wrong says -1.
+    The correct text is 0, 1, 2, ...; a wrong draft token is -1.
     """
     length = sum(runs) + len(runs)
-    wrong = {sum(runs[: at + 1]) + at for at in range(len(runs))}  # places
+    wrong = {sum(runs[: at + 1]) + at for at in range(len(runs))}  # positions
     text: list[int] = []
     now, drafts_from = 0, 0
     while len(text) < length:
@@ -92,4 +92,4 @@ def test_schedule_of_many_targets_tick_by_tick(seed: int) -> None:
         assert text == list(range(sum(runs) + len(runs)))
         assert took == dsi_time(runs, lookahead, servers, target, token)
         times.append(took)
-    assert times == sorted(times, reverse=True)  # more are never slower
+    assert times == sorted(times, reverse=True)  # more servers are never slower

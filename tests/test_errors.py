@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals in one sentence, and folders of a user's machine."""
+"""Refusals in one sentence, and the folders for cache and demo models."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

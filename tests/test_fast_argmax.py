@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest of each row is where torch finds it: ties, NaN and parts of rows included."""
+"""`fast_argmax` returns the same as torch, also for ties, NaN and parts of rows."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def test_nan_is_larger_than_any_number() -> None:
 
 
 def test_rows_without_numbers() -> None:
-    """As who records operations sees it."""
+    """Fake tensors, as used while operations are traced, give the shape and dtype."""
     with FakeTensorMode():
         found = fast_argmax(torch.rand(3, 5))
     assert (found.shape, found.dtype) == ((3,), torch.int64)
 
 
 def test_rows_in_16_bits_are_searched_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's search takes twenty times as long on them."""
+    """torch takes about 20 times as long for these dtypes."""
     monkeypatch.setattr(torch.Tensor, "argmax", None)
     rows = ROWS[:, :60].clone()
     rows[3, 40] = rows[3, 50] = float("nan")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the project's size count what they say, and stay below their limits."""
+"""The figures of the project's size are counted correctly, and stay below their limits."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole outputs of the commands, compared with files in tests/golden.
+"""Complete outputs of the commands, compared with files in tests/golden.
 
-HETERO_SPEC_GOLDEN=write writes the files anew; read their difference before it is committed.
+HETERO_SPEC_GOLDEN=write rewrites the files. Review the difference before you commit it.
 """
 
 import json
@@ -27,7 +27,7 @@ from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.text.token_bytes import byte_alphabet
 
 GOLDEN = Path(__file__).parent / "golden"
-# Measured with an earlier version: nothing of it may be measured again.
+# Users have results of this suite from earlier versions. `bench` must not measure them again.
 SUITE = """\
 name: stored
 targets:
@@ -66,7 +66,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agrees(name: str, found: str, folder: Path) -> None:
-    """Compare with a golden file; the test's own folder is TMP there."""
+    """Compare with a golden file, in which TMP stands for the test's folder."""
     found = found.replace(str(folder), "TMP")
     file = GOLDEN / name
     if os.environ.get("HETERO_SPEC_GOLDEN") == "write":
@@ -75,7 +75,7 @@ def agrees(name: str, found: str, folder: Path) -> None:
 
 
 def model(folder: Path, merges: str, special: Sequence[str]) -> str:
-    """A folder with a byte-level tokenizer, a configuration and weights that nobody opens."""
+    """Write a folder with a byte-level tokenizer, a configuration and a dummy weight file."""
     folder.mkdir()
     pairs = [tuple(merge.split()) for merge in merges.split(",")]
     pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
@@ -106,7 +106,7 @@ def pair(tmp_path: Path) -> list[str]:
 def test_a_report_of_stored_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sessions with failures, peers, settings of a drafter, and cells that were skipped."""
+    """The results contain two sessions with failures, peers, drafter settings and skipped cells."""
     monkeypatch.setattr(bench, "_can_plot", lambda progress: False)
     shutil.copy(GOLDEN / "results.jsonl", tmp_path)
     assert main(["bench", "--report", str(tmp_path)]) == 0
@@ -116,7 +116,7 @@ def test_a_report_of_stored_results(
 
 
 def test_what_is_measured_has_the_digest_of_earlier_versions(tmp_path: Path) -> None:
-    """Otherwise a folder of results would not be gone on with."""
+    """With another digest, `bench` could not continue a folder of results."""
     file = tmp_path / "suite.yaml"
     file.write_text(SUITE)
     suite = read_suite(file)
@@ -130,7 +130,7 @@ def test_what_is_measured_has_the_digest_of_earlier_versions(tmp_path: Path) -> 
 def compared(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, changed: int, dtype: str
 ) -> list[str]:
-    """The command line of a comparison; its last prompt has another token with the drafter."""
+    """Return a `compare` command line. With the drafter, the last token is `changed`."""
     drafted = Sample(
         [
             Trace([1, 2, 3], "abc [x]", 0.0, [0.3, 0.5], [1, 2]),

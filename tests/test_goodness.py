@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds that statistical tests rely on, against exact probabilities of coins and dice."""
+"""The bounds of `goodness.py`, compared with exact probabilities of biased coins."""
 
 import math
 from collections import Counter

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-hetero-spec inspect`: figures of tiny pairs counted by hand, real pairs, wrong input."""
+"""`vllm-hetero-spec inspect`: figures of tiny pairs counted by hand, real pairs, refusals."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bpe(merges: str, special: Sequence[str] = (END,), *, nfc: bool = False) -> Tokenizer:
-    """Byte-level BPE that merges across words; "he l" merges the pieces "he" and "l"."""
+    """Return a byte-level BPE that merges across words. "he l" merges the pieces "he" and "l"."""
     pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
     pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
@@ -56,7 +56,7 @@ def save(
     config: Mapping[str, Any] = {"eos_token": END},
     **files: Any,
 ) -> str:
-    """A model folder without a model; `files` are further JSON files by name."""
+    """Write a model folder without weights; `files` are more JSON files by name."""
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     files["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
@@ -67,7 +67,7 @@ def save(
 
 @pytest.fixture
 def pair(tmp_path: Path) -> list[str]:
-    """The folders of a target that knows "hello" and of a drafter that knows "he" and "lo"."""
+    """Folders of a target with the token "hello" and a drafter with the tokens "he" and "lo"."""
     target = bpe("h e,l l,he ll,hell o", (END, "<|user|>", "<|pad|>"))
     drafter = bpe("h e,l o", (END, "<|user|>", "<s>"))
     roles = {"eos_token": "<|user|>", "pad_token": "<|pad|>"}
@@ -79,14 +79,14 @@ def pair(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
-    """A tokenizer.json."""
+    """Path of a tokenizer file."""
     file = tmp_path / "tiny.json"
     bpe("h e").save(str(file))
     return str(file)
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The findings; nothing else is printed."""
+    """Return the JSON output; nothing else may be printed."""
     assert main(["inspect", *arguments, "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -95,7 +95,7 @@ def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence with which a command line is refused."""
+    """Return the refusal of a command line; it must be one line."""
     assert main(["inspect", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -112,7 +112,7 @@ def write(file: Path, text: str) -> str:
 def test_figures_of_a_text_counted_by_hand(
     capsys: pytest.CaptureFixture[str], pair: list[str], tmp_path: Path
 ) -> None:
-    """hello| |hello|\\n in the target is he|l|lo| |he|l|lo|\\n in the drafter."""
+    """The target splits hello| |hello|\\n; the drafter splits he|l|lo| |he|l|lo|\\n."""
     text = write(tmp_path / "text.txt", "hello hello\n")
     found = inspect(capsys, *pair, "--text", text)
     assert found["text"] == {"source": text, "documents": 1, "lines": 1, "bytes": 12}
@@ -128,14 +128,14 @@ def test_figures_of_a_text_counted_by_hand(
 
 
 def test_boundaries_that_cross(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """hel|lo against he|llo: one of two tokens straddles on either side."""
+    """Target hel|lo, drafter he|llo: one of two tokens straddles a boundary on each side."""
     target = save(tmp_path / "target", bpe("h e,he l,l o"))
     drafter = save(tmp_path / "drafter", bpe("h e,l o,l lo"))
     text = write(tmp_path / "text.jsonl", '{"prompt": "hello"}\n{"prompt": "hello"}\n')
     found = inspect(capsys, target, drafter, "--text", text)
     assert found["text"]["documents"] == 2
     assert found["pair"]["target_straddle"] == found["pair"]["drafter_straddle"] == 0.5
-    # "lo" of the target is a drafter token, and "llo" is l|lo for the target, "he" is he.
+    # "lo" of the target is a drafter token; "llo" is l|lo in the target, and "he" is one token.
     assert (found["pair"]["omega_t"], found["pair"]["omega_k"]) == (0.5, 0.5)
 
 
@@ -160,7 +160,7 @@ def test_vocabularies_and_roles(capsys: pytest.CaptureFixture[str], pair: list[s
     }
     assert (target["eos_ids"], drafter["eos_ids"]) == ([260, 261], None)
     assert drafter["roles"]["bos"] == {"id": 260, "content": "<s>"}
-    # 256 bytes and "he", and of the special tokens the first two.
+    # 256 bytes, "he", and the first two special tokens.
     shared = found["intersection"]
     assert (shared["get_vocab"], shared["space_normalised"], shared["true_bytes"]) == (259,) * 3
     assert shared["text_bytes"] == 257
@@ -171,7 +171,7 @@ def test_vocabularies_and_roles(capsys: pytest.CaptureFixture[str], pair: list[s
 def test_control_tokens_for_the_drafter(
     capsys: pytest.CaptureFixture[str], pair: list[str]
 ) -> None:
-    """The target ends with <|endoftext|> or <|user|>, the drafter with the first only."""
+    """<|endoftext|> and <|user|> end the target's text. Only the first ends the drafter's."""
     bridge = inspect(capsys, *pair)["bridge"]
     assert bridge["kind"] == "text"
     assert [
@@ -222,7 +222,7 @@ def test_methods_are_ones_that_run(capsys: pytest.CaptureFixture[str], pair: lis
     for choice in chain(*methods.values()):
         assert choice["method"] in METHODS
         assert choice["reason"]
-    # 258 drafter tokens: target tokens take many of them.
+    # The drafter has 258 tokens, so most target tokens consist of several drafter tokens.
     assert methods["temperature_1"][0]["method"] == "slrs"
 
 
@@ -258,8 +258,8 @@ def test_a_table_fits_a_narrow_terminal(
 def test_a_locale_without_our_characters(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What it lacks is replaced: an hour's figures are not lost for a character of a text."""
-    monkeypatch.setenv("COLUMNS", "30")  # where tables cut words off with a character of their own
+    """Missing characters are replaced, so that one of them does not lose the whole output."""
+    monkeypatch.setenv("COLUMNS", "30")  # here tables cut words with a non-ASCII mark
     with open(tmp_path / "printed", "w", encoding="ascii") as printed:
         monkeypatch.setattr(sys, "stdout", printed)
         assert main(["inspect", *pair]) == 0
@@ -340,7 +340,7 @@ def test_tekken_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: 
     assert target["vocabulary"]["text"] == 258
     assert target["roles"]["bos"] == {"id": 1, "content": "<s>"}
     assert (target["adds_bos"], target["eos_ids"]) == (True, [2])
-    # A BOS that is added and kept changes every document, and no line's text.
+    # The tokenizer adds a BOS that decoding keeps, so every document changes, but no line.
     assert target["changed_documents_with_special_tokens"] == found["text"]["documents"]
     assert target["changed_lines"] == 0
     assert found["intersection"]["text_bytes"] == 257
@@ -375,7 +375,7 @@ def test_sentencepiece_files(capsys: pytest.CaptureFixture[str], tmp_path: Path,
 
 @pytest.mark.parametrize("kind", ["files", "names"])
 def test_no_model_library_is_imported(pair: list[str], tmp_path: Path, kind: str) -> None:
-    """vLLM never is; torch only through transformers, which opens folders and names."""
+    """vLLM is never imported. torch is imported only by transformers, for folders and hub names."""
     names = [f"{folder}/tokenizer.json" for folder in pair]
     heavy = ["vllm", "torch", "transformers"]
     if kind == "names":
@@ -403,7 +403,7 @@ def test_no_model_library_is_imported(pair: list[str], tmp_path: Path, kind: str
     found = json.loads(done.stdout)
     assert found["target"]["name"] == names[0]
     if kind == "names":
-        # The target has a generation configuration, which goes before its model's.
+        # The target's generation_config.json overrides its config.json.
         assert (found["target"]["eos_ids"], found["drafter"]["eos_ids"]) == ([260, 261], [258])
 
 
@@ -415,7 +415,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_real_pair(capsys: pytest.CaptureFixture[str], shared: Path) -> None:
-    """Llama 3.1 joins three digits to a token, Qwen2 does not; nothing else differs as much."""
+    """The main difference: Llama 3.1 has tokens of three digits, and Qwen2 has none."""
     names = [str(shared / "tokenizers" / name) for name in ("llama-3.1", "qwen2")]
     if not all(Path(name).is_dir() for name in names):
         pytest.skip("needs the tokenizers of Llama 3.1 and Qwen2")
@@ -434,7 +434,7 @@ def test_a_real_pair(capsys: pytest.CaptureFixture[str], shared: Path) -> None:
     assert bos["becomes"] == "nothing"
 
 
-# Sizes by get_vocab(), and whether the tokenizer adds a BOS.
+# Name -> size of get_vocab(), and True if the tokenizer adds a BOS.
 REAL = {
     "llama-3.1": (128_256, True),
     "qwen2": (151_646, False),
@@ -450,7 +450,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_tokenizers_alone(shared: Path, name: str) -> None:
-    """decode(encode(text)) of news articles gives them back unless a BOS was added."""
+    """decode(encode(text)) returns the same news article, unless a BOS was added."""
     file = shared / "tokenizers" / name / "tokenizer.json"
     news = shared / "data" / "prompts" / "news_articles_cnndm_80.jsonl"
     if not (file.is_file() and news.is_file()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter in a process of its own, measured: the table, and the script's engines in counts."""
+"""`measure_draft_ahead.py`: the table, and the engines that the script runs."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
 def run_of(seconds: float, steps: list[tuple[int, ...]], drafts: int = 0) -> Run:
-    """9 tokens behind a first one, in so many seconds; two more tokens than drafts are accepted."""
+    """Return a run with 9 tokens in `seconds` after the first token, and 2 accepted per draft."""
     trace = Trace(list(range(10)), "", 0.0, [1.0, 1.0 + seconds], [1, 9])
     return Run(Sample([trace], 1.0 + seconds, drafts, 4 * drafts, 2 * drafts), steps)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script for GPU machines on a CPU: parts, deadline, lines, and what it does in an engine."""
+"""`measure_gpu.py` on a CPU: parts, deadline, output lines, and its work in an engine."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ Lines = list[dict[str, Any]]
 
 
 class Clock:
-    """Stands in for the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class Clock:
 
 
 class FakeEngine:
-    """Takes some seconds for each load, and notes all that it is asked."""
+    """An engine that takes `seconds` for each load, and records all questions."""
 
     def __init__(self, clock: Clock, seconds: float, **worker: Any) -> None:
         self._clock, self._seconds, self._worker = clock, seconds, worker
@@ -95,14 +95,14 @@ def test_shapes_have_as_many_parameters_as_the_models() -> None:
         return float(of["num_hidden_layers"] * layer + of["vocab_size"] * hidden)
 
     billions = {name: round(parameters(of) / 1e9, 2) for name, of in SHAPES.items()}
-    assert billions["8B"] == 7.5  # 8.03 with the embedding that a step does not read
+    assert billions["8B"] == 7.5  # 8.03 with the embedding table, of which a step reads few rows
     assert billions["0.5B"] == 0.49
     assert billions["1B"] == 1.24
     assert SHAPES["0.5B of the target"]["vocab_size"] == SHAPES["8B"]["vocab_size"]
 
 
 def test_rounds_end_before_a_load_would_be_late(run: Run, clock: Clock) -> None:
-    """60 seconds are enough for two rounds of two cells, each of 13 seconds, and no more."""
+    """In 60 seconds there is time for exactly two rounds of two cells of 13 seconds each."""
     alone, ours = FakeEngine(clock, 8.0), FakeEngine(clock, 5.0, steps=2, skipped={})
     run.served = {"alone": done(alone), "ours": done(ours)}
     players = {"alone": ("alone", ""), "faster": ("ours", "more steps")}
@@ -161,7 +161,7 @@ def test_a_late_part_is_told_from_a_wrong_one(
     clock: Clock, demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], outcomes: str, code: int,
 ) -> None:  # fmt: skip
-    """By the exit code. Later parts have what is left of the time."""
+    """The exit code differs. Later parts get the rest of the time."""
 
     def part(outcome: str) -> Any:
         def work(run: Run) -> bool:
@@ -198,7 +198,7 @@ def test_a_switch_replaces_a_method_that_exists() -> None:
 
 
 def test_imposed_acceptance_leaves_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests with three rows each; the second draft has one token and one of padding."""
+    """Two requests have three rows each. The second draft is one token and one padding token."""
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     verified: list[list[int]] = []
@@ -232,7 +232,7 @@ def test_forwards_are_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counts(work: Any) -> float:
         before = graphs.replays
-        for _ in range(2 * drafter.most_steps):  # more than a plan has lines
+        for _ in range(2 * drafter.most_steps):  # more often than a plan has lines
             work()
         counted.append(graphs.replays - before)
         return 1.0
@@ -269,7 +269,7 @@ def test_a_profile_tells_in_which_section_the_device_is_idle() -> None:
 
 @pytest.fixture(scope="module")
 def lines(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    """What all parts print, in engines on Model Runner V2, scheduled ahead."""
+    """Output lines of all parts, from engines on Model Runner V2 with asynchronous scheduling."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("measured") / "lines.jsonl"
     files = {"target": "target", "drafter": "drafter", "prompts": "prompts.jsonl"}
@@ -316,7 +316,7 @@ def test_acceptance_is_imposed_on_both_drafters(lines: Lines) -> None:
 @pytest.mark.full
 @pytest.mark.engine
 def test_a_drafter_that_recites_as_the_target_does_is_accepted(lines: Lines) -> None:
-    """In part S nothing is imposed any more. It follows loads without drafts, as some steps do."""
+    """Part S imposes no acceptance. It runs after loads without drafts."""
     lengths = [line["ours"]["length"] for line in lines if line["part"] == "S" and "round" in line]
     assert any(lengths)
     assert all(length > 4 for length in lengths if length is not None)
@@ -325,7 +325,7 @@ def test_a_drafter_that_recites_as_the_target_does_is_accepted(lines: Lines) -> 
 @pytest.mark.full
 @pytest.mark.engine
 def test_switched_steps_are_counted(lines: Lines) -> None:
-    """On a CPU today's rule has more steps than the old one for a GPU."""
+    """On a CPU the present rule ("as it is") has more steps than the old rule for a GPU."""
     cells = [line for line in lines if line["part"] == "C'" and "round" in line]
     assert cells
     for line in cells:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time by section: what is counted where, and a run of the script; never what it times."""
+"""`measure_host.py`: which time belongs to which section, and a run without checks of times."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: every spelling is understood, every mistake is refused in one sentence."""
+"""Options: accepted spellings, and refusals in one sentence."""
 
 import copy
 import json
@@ -252,7 +252,7 @@ def test_an_earlier_null_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_home_folders_are_found() -> None:
-    """In JSON no shell does it."""
+    """`~` is expanded here, because no shell expands it inside JSON."""
     options, _ = parse(GOOD | {"model": "~/D", "tokenizer": "~/T"})
     assert (options.model, options.tokenizer) == (str(Path.home() / "D"), str(Path.home() / "T"))
 
@@ -266,7 +266,7 @@ def test_a_split_drafter_does_not_draw() -> None:
 
 
 def test_our_method_under_vllms_name_is_ours_to_refuse() -> None:
-    """vLLM would refuse the key without naming ours."""
+    """vLLM's refusal of the key would not name our method."""
     user = {"method": "draft_model", "use_heterogeneous_vocab": True, "model": "D"}
     assert wants_us(user | {"heterogeneous_vocab_method": "slem"}, ("draft_model",))
     with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab is no key"):
@@ -276,5 +276,5 @@ def test_our_method_under_vllms_name_is_ours_to_refuse() -> None:
 def test_misspelt_method_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'slem'"):
         wants_us({"method": "slen", "model": "D"}, ("eagle", "ngram"))
-    # A misspelt method of vLLM's is vLLM's to refuse.
+    # vLLM refuses a misspelt name of its own methods.
     assert not wants_us({"method": "eagel"}, ("eagle", "ngram"))

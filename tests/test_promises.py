@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of `tests/README.md`: promises have fast tests, and faults can be injected."""
+"""Tables of `tests/README.md`: promises have fast tests, and faults can be injected."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ PROMISES = list(tables(TESTS / "README.md", "promise"))
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
-    """Whether a test is marked `full`, by node id below `tests/`, in the files that are named."""
+    """Collected tests of the files in the tables: node id below `tests/` -> marked `full`."""
     out = tmp_path_factory.mktemp("collected") / "tests.json"
     cells = [cell for _, fast, full in PROMISES for cell in (fast, full)]
     names = [*quoted(" ".join(cells)), *(test for fault in FAULTS for test in fault.caught_by)]
@@ -29,7 +29,7 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
 
 
 def tiers(collected: dict[str, bool], name: str) -> set[bool]:
-    """Whether the tests that a file or node id names are marked `full`; empty if there are none."""
+    """Return the tiers of the tests of a file or node id: True for `full`; empty without tests."""
     return {
         full
         for node, full in collected.items()
@@ -49,7 +49,7 @@ def test_every_promise_has_a_fast_test(collected: dict[str, bool], row: list[str
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_every_fault_can_be_injected(collected: dict[str, bool], fault: Fault) -> None:
-    """Its text is in its file once, and each of its tests is a fast one."""
+    """Its text occurs exactly once in its file, and each of its tests includes a fast one."""
     assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.right) == 1
     assert fault.right != fault.wrong
     assert all(False in tiers(collected, test) for test in fault.caught_by)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts around the package: metadata repair in a made-up site directory, shell scripts."""
+"""Scripts: metadata repair in a temporary site directory, and shell scripts."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def install(site: Path, name: str, version: str) -> None:
-    """Lay down what pip would leave of a distribution."""
+    """Write the metadata files that pip would write for a distribution."""
     folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir()
     text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -26,7 +26,7 @@ def install(site: Path, name: str, version: str) -> None:
 
 
 def vllm_in(site: Path) -> Distribution | None:
-    """The one distribution `vllm` of a site directory."""
+    """Return the distribution `vllm` of a site directory, of which there is at most one."""
     found = [d for d in distributions(path=[str(site)]) if d.name == "vllm"]
     assert len(found) <= 1
     return found[0] if found else None
@@ -125,5 +125,5 @@ def test_quickstart_wants_both_models(option: str, tmp_path: Path) -> None:
 def test_example_yaml_is_a_configuration() -> None:
     written = yaml.safe_load((REPO / "examples" / "pair.yaml").read_text())
     options, _ = parse(written.pop("speculative-config"))
-    assert written.keys() == {"model", "host", "port"}  # nothing of one kind of machine
+    assert written.keys() == {"model", "host", "port"}  # no flags for one kind of machine
     assert options.method == DEFAULT_METHOD

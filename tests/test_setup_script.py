@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell scripts that install, with a GPU and without: fake programs stand for the real ones."""
+"""Shell scripts that install, with and without a GPU; fake programs replace the real ones."""
 
 import os
 import pwd
@@ -11,8 +11,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 
-# What the virtual environment has: each says that it was called. pip installs a build of vLLM only
-# where there is none, as packages of the other build satisfy it.
+# Program for all commands of the virtual environment. It logs its call. Its pip installs a build of
+# vLLM only if there is none, because pip accepts the packages of the other build too.
 IN_VENV = """#!/bin/sh
 echo "$0 $*" >>"$LOG"
 build="$(dirname "$0")/build"
@@ -34,10 +34,10 @@ esac
 
 
 class Machine:
-    """A copy of the scripts, and a PATH on which a GPU comes and goes.
+    """A copy of the scripts, and a PATH with a fake `nvidia-smi`.
 
     Args:
-        folder: An empty one.
+        folder: An empty folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,9 +52,9 @@ class Machine:
     def run(
         self, script: str, *, gpu: bool, **environment: str | None
     ) -> tuple[str, list[str], int]:
-        """What a script says, the calls of what it installed, and its exit code.
+        """Run a script; return its stderr, the calls of installed commands, and its exit code.
 
-        Variables that are None are not there.
+        Environment variables with the value None are unset.
         """
         self._fake("nvidia-smi", f"#!/bin/sh\nexit {0 if gpu else 1}\n")
         self._log.write_text("")
@@ -74,7 +74,7 @@ class Machine:
         return done.stderr, self._log.read_text().splitlines(), done.returncode
 
     def built(self, venv: str = ".venv") -> str:
-        """The build of vLLM that an environment has."""
+        """Return the build of vLLM in a virtual environment."""
         return (self.repo / venv / "bin" / "build").read_text().strip()
 
     def _fake(self, name: str, text: str) -> None:
@@ -105,7 +105,7 @@ def test_an_environment_of_the_other_build_is_made_anew(machine: Machine) -> Non
 def test_an_environment_that_stays_of_the_other_build_is_refused(machine: Machine) -> None:
     machine.run("setup.sh", gpu=False)
     stamp = machine.repo / ".venv" / "vllm-hetero-spec.stamp"
-    stamp.unlink()  # as where an installation was interrupted
+    stamp.unlink()  # as if the installation was interrupted
     said, _, code = machine.run("setup.sh", gpu=True)
     assert code == 1
     assert "does not have vLLM's cuda build; remove that folder" in said
@@ -178,7 +178,7 @@ def test_the_server_has_the_flags_of_the_machine(machine: Machine, gpu: bool) ->
 
 
 def test_a_user_whose_home_no_variable_names(machine: Machine) -> None:
-    """As under some service managers."""
+    """Some service managers do not set HOME."""
     shutil.copytree(REPO / "examples", machine.repo / "examples")
     machine.run("setup.sh", gpu=False)
     shutil.copy(machine.repo / ".venv/bin/python", machine.fakes / "vllm")

@@ -24,7 +24,7 @@ ARRAYS = (
 
 def test_a_packet_arrives_as_it_was_sent():
     sender = Sender(CPU)
-    for scale in (1, 300, 1):  # a packet that has to grow, too
+    for scale in (1, 300, 1):  # the second packet needs a larger buffer
         arrays = [np.tile(array, (scale, *[1] * (array.ndim - 1))) for array in ARRAYS]
         for array, tensor in zip(arrays, sender.send(*arrays), strict=True):
             assert tensor.shape == array.shape
@@ -46,7 +46,10 @@ def test_a_packet_outlives_the_next_one_and_the_arrays():
 def test_what_a_mirror_shows_stays_where_it_is(
     apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device as on the host: all arrays are sent at once, and of the last a few rows."""
+    """All arrays are sent at once, and of the last one only the first rows.
+
+    With `apart` the device has separate memory.
+    """
     if apart:
         monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
     layout = [((2, 3), np.int64), ((5,), np.int32), ((4, 2), np.int32)]
@@ -79,7 +82,7 @@ def test_a_stopwatch_adds_up() -> None:
 
 
 def test_a_stopwatch_does_not_wait_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has not ended is added when it has."""
+    """An interval on the device is added after it has ended."""
 
     class Event:
         queue: ClassVar[list["Event"]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests a command line selects: those marked `full` only on demand."""
+"""A command line selects tests marked `full` only on demand."""
 
 import json
 import subprocess

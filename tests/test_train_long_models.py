@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training for long texts: held-out files, prompts, and a model of two steps."""
+"""`train_models.py long`: held-out files, prompts, and a model after two training steps."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A Llama of one layer, whose tokens are words."""
+    """A Llama model with one layer, whose tokens are words."""
     words = {word: index for index, word in enumerate(["<unk>", "a", "b", "c", "</s>"])}
     tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

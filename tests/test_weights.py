@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are not on this machine: which files of a repository are fetched, and when."""
+"""Weights that are missing on this machine: downloads and refusals."""
 
 import json
 from pathlib import Path
@@ -37,11 +37,11 @@ def test_one_format_of_weights_is_fetched(weights: list[str], wanted: list[str])
 
 
 def test_what_is_missing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing where the arguments of the engine say where weights are."""
+    """Nothing is downloaded if `load_format` or `revision` selects other weights."""
     loaded: list[tuple[str, list[str]]] = []
 
     def download(name: str, allow_patterns: list[str] | None = None, **_: object) -> str:
-        if allow_patterns is None:  # a look at what is here
+        if allow_patterns is None:  # a check of the cache
             raise huggingface_hub.errors.LocalEntryNotFoundError("nothing")
         loaded.append((name, allow_patterns))
         return ""
@@ -56,7 +56,7 @@ def test_what_is_missing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failing_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the hub's HTTP library raises without a network."""
+    """Every exception of the hub's HTTP library is handled, for example without a network."""
 
     def fail(self: object, name: str) -> list[str]:
         raise Exception("no such host\nmore")
@@ -86,7 +86,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 137
     ],
 )
 def test_weights_that_are_not_all_there(tmp_path: Path, spoilt: Any, told: str) -> None:
-    """Told in one clause, and before any engine starts."""
+    """The refusal is one sentence, and comes before any engine starts."""
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(3, 2), "b": torch.zeros(1)}, file, {"format": "pt"})
     assert missing_weights(str(tmp_path)) == ""
@@ -106,7 +106,7 @@ def test_a_spoilt_list_of_weights(tmp_path: Path, text: str) -> None:
 
 
 def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
-    """As the second form in which some models are given, of which little need be there."""
+    """Files outside the index are ignored. Some repositories contain the weights in two formats."""
     save_file({"a": torch.zeros(4)}, tmp_path / "model-1.safetensors")
     (tmp_path / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
     assert "Git LFS pointer" in missing_weights(str(tmp_path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of no model, run in a child process: it does what its specification says."""
+"""An engine without a model, run as a child process: its specification selects its behavior."""
 
 import subprocess
 import sys

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a device apart from the host: tests of a process of its own (`test_device_apart.py`).
+"""Engines on a simulated device: no unexpected waits, no mixing of host and device tensors.
 
-vLLM's build for CPUs runs with what it has for GPUs wherever it tells the two apart: buffers of
-which the host has one and the device another, and copies between them.
+`test_device_apart.py` runs these tests in a child process. vLLM's CPU build uses its GPU code paths
+here: separate buffers for host and device, and copies between them.
 """
 
 import os
@@ -18,7 +18,7 @@ from device_apart import DEVICE, Apart, Event, Queued, device_apart
 from vllm.utils import torch_utils
 
 copied_there = torch_utils.async_tensor_h2d
-from vllm.v1.worker.cpu import shm  # noqa: E402  # puts stand-ins for CUDA in place, and for that
+from vllm.v1.worker.cpu import shm  # noqa: E402  # replaces CUDA functions, and also that one
 
 torch_utils.async_tensor_h2d = copied_there
 from harness import engine, metrics_of, proposer_of, slem  # noqa: E402
@@ -32,7 +32,7 @@ from vllm_hetero_spec import read_stats  # noqa: E402
 from vllm_hetero_spec.lookahead.controllers import Fixed  # noqa: E402
 
 V2 = os.environ.get("TRITON_INTERPRET") == "1"
-ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 64}  # prompts come in parts
+ROOM = {"max_num_seqs": 8, "max_num_batched_tokens": 64}  # prompts come in chunks
 MIXED = [
     {},
     {"temperature": 1.0},
@@ -53,8 +53,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "slrs": {"method": "slrs", "merge_candidates": 3},
     "timed": {"method": "push_forward", "controller": "goodput"},
 }
-# What waits for the device in every step, and says so: the confidences that a controller asks for
-# between steps, and SLRS-n, which looks at each token that it draws.
+# Files that wait for the device in every step by design: the controller `confidence` reads
+# confidences between decode steps, and SLRS-n reads each token that it draws.
 WAITING = {
     "block": ("token_picking.py",),
     "slrs": ("slrs_spans.py", "slrs.py", "path.py", "tree.py", "sampling.py"),
@@ -62,7 +62,7 @@ WAITING = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def queued(chain_pair: Path) -> Iterator[Queued]:  # that is made on the host, before
+def queued(chain_pair: Path) -> Iterator[Queued]:  # `chain_pair` is built first, on the host
     def init_v1(runner: Any, config: Any, device: Any) -> None:
         GPUModelRunner.__init__(runner, config, DEVICE)
         runner.use_cuda_graph = False
@@ -86,7 +86,7 @@ def _of_v2(patch: pytest.MonkeyPatch) -> None:
     runner = model_runner.GPUModelRunner
     patch.setattr(runner, "__init__", lambda self, config, _: init(self, config, DEVICE))
     patch.setattr(lanes, "_argument", lambda x: argument(x.here if isinstance(x, Apart) else x))
-    # The device reads the host's own memory there.
+    # With UVA, the device reads the memory of the host.
     patch.setattr(buffer_utils.UvaBuffer, "uva", lambda buffer, n=None: Apart(buffer.cpu[:n]))
 
 
@@ -120,7 +120,7 @@ def test_nothing_waits_and_nothing_is_on_the_other_side(
             queued.waits.clear()
             ids = answers(llm, texts)
             assert [ids[place] for place in GREEDY] == [alone[place] for place in GREEDY]
-            if "trees" in way:  # there is room for them now
+            if "trees" in way:  # few requests, so that a step has room for trees
                 answers(llm, texts[:3], MIXED[:1] * 3)
             ours = {wait.line for wait in queued.waits if wait.ours}
             assert all(line.startswith(WAITING.get(way, ())) for line in ours), ours
@@ -134,7 +134,7 @@ def test_nothing_waits_and_nothing_is_on_the_other_side(
 
 
 def test_copies_between_host_and_device_are_not_recorded() -> None:
-    """The recordings of the test above have none."""
+    """So the graphs of the test above contain no such copies."""
     here, there = torch.ones(2), torch.zeros(2, device=DEVICE)
     for work in (lambda: there.copy_(here), lambda: here.copy_(there), lambda: here.to(DEVICE)):
         with pytest.raises(RuntimeError, match="cannot be captured"):
@@ -146,16 +146,17 @@ def test_copies_between_host_and_device_are_not_recorded() -> None:
 def test_few_operations_are_queued_in_a_step(
     heat: float, most: int, chain_pair: Path, queued: Queued
 ) -> None:
-    """Of 8 requests with drafts of 4 tokens: each is a launch, in the host's time, on a GPU.
+    """8 requests with drafts of 4 tokens need few operations of this package in a step.
 
-    How many, hangs on what is accepted, and on how often first tokens are overruled: weights are
-    written down, not trained.
+    On a GPU each operation is a kernel launch, which costs time of the host. The number depends on
+    the accepted tokens, and on how often the first token of a draft is replaced. It is the same on
+    every machine, because the weights are not trained.
     """
     texts = [PROMPT[start:] for start in range(8)]
     spec = slem(chain_pair / "drafter", 4, method="push_forward")
     with engine(chain_pair / "target", spec, max_num_seqs=8) as llm:
         wanted = [{"temperature": heat, "max_tokens": 24}] * len(texts)
-        answers(llm, texts, wanted)  # for the first time
+        answers(llm, texts, wanted)  # warm-up
         queued.ours.clear()
         steps = read_stats(llm)["steps"]
         answers(llm, texts, wanted)
@@ -168,10 +169,10 @@ def test_few_operations_are_queued_in_a_step(
 def test_at_rest_nothing_of_ours_waits(
     demo_pair: Path, queued: Queued, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps without drafts are seen once or not at all, when they have ended: two later here.
+    """While no drafts are planned, the plugin views a step at most once, after it has ended.
 
-    Requests join and end, in more places than there are. Drafting begins three steps after the
-    step in which the controller plans it: two are queued by then, and one drafts.
+    Here a step ends two steps later. More requests come than fit in a batch. Drafting begins at
+    most three steps after the controller plans it: two steps are already queued, and one drafts.
     """
     spec = slem(demo_pair / "drafter", 3)
     prompts = [f"def function_{number}(self, value):\n" for number in range(9)]
@@ -185,7 +186,7 @@ def test_at_rest_nothing_of_ours_waits(
     with engine(demo_pair / "target", spec, **room) as llm:
         proposer, views, hurries = proposer_of(llm), list[Any](), list[bool]()
         proposer.controller = Fixed(0)
-        llm.generate(prompts[:2], params[0], use_tqdm=False)  # the scheduler hears of it
+        llm.generate(prompts[:2], params[0], use_tqdm=False)  # the scheduler gets length 0
         look_back = proposer.look_back
 
         def noted(view: Any, num_requests: int, *, hurried: bool) -> None:
@@ -201,10 +202,10 @@ def test_at_rest_nothing_of_ours_waits(
         steps = read_stats(llm)["steps"] - before["steps"]
         assert steps > 200
         assert not [wait for wait in queued.events if wait.ours]
-        assert queued.events  # vLLM's own, for what has been sampled
+        assert queued.events  # vLLM's own waits for sampled tokens
         seen = len(views)
         assert 0.8 * steps < seen < steps
-        assert sum(hurries) < 10  # behind a pause alone
+        assert sum(hurries) < 10  # only after a pause
         assert all(view.target_seconds is not None for view in views)
         lengths: dict[str, int] = {}
         for view in views:
@@ -235,7 +236,7 @@ def test_at_rest_nothing_of_ours_waits(
 
 
 def test_what_a_device_refuses_is_refused() -> None:
-    """Else the tests above say nothing."""
+    """Otherwise the tests above could not fail."""
     there, here = torch.ones(3, device=DEVICE), torch.ones(3)
     for mixed in (lambda: there + here, lambda: there[here.long()], lambda: here.add_(there)):
         with pytest.raises(RuntimeError, match="two devices"):
@@ -268,6 +269,6 @@ def test_what_waits_is_noted(inference: bool, queued: Queued) -> None:
         waits.clear()
         there.copy_(here, non_blocking=True)
         assert here.to(DEVICE, non_blocking=True).tolist() == [0, 1, 2]
-        assert len(waits) == 1  # the list
+        assert len(waits) == 1  # `tolist`
         there.to(torch.float32).add_(1).softmax(-1)
         assert len(waits) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that run together in a child process, each with a result of its own in the parent."""
+"""Run several tests in one child process, and return a result for each test."""
 
 import subprocess
 import sys
@@ -17,11 +17,11 @@ def run_in_child(
 
     Args:
         tests: Node ids, such as "laws_v2.py::test_samples[tli]".
-        environment: Of the process.
-        folder: Receives the report.
+        environment: Environment variables of the process.
+        folder: Folder for the report.
 
     Returns:
-        What went wrong, by node id; "" for a test that passed.
+        Error text by node id; "" for a test that passed.
     """
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--junitxml={report}"]

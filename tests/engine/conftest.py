@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.33 beside what is installed, for the engine tests."""
+"""Fixtures of the engine tests: logging, and vLLM 0.33 beside the installed release."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def logging_of_vllm() -> None:
-    """Let vLLM configure its loggers now; its first engine would undo the level that a test set."""
+    """Configure vLLM's loggers now. The first engine would reset a level that a test set."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -21,7 +21,7 @@ def logging_of_vllm() -> None:
 
 @pytest.fixture(scope="session")
 def vllm_033(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH with the published 0.33 in it, but for its compiled parts."""
+    """A folder for PYTHONPATH with the published vLLM 0.33, without its compiled libraries."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm_hetero_spec"
     wheels = list(cache.glob("vllm-0.33.*.whl"))
     if not wheels and not os.environ.get("CI"):
@@ -41,7 +41,7 @@ def vllm_033(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs_033(vllm_033: Path) -> Path:
-    """The same, with the compiled parts of the installed 0.32: engines of it run."""
+    """The folder of `vllm_033` with the compiled libraries of the installed 0.32, for engines."""
     import vllm
     from vllm.platforms import current_platform
 

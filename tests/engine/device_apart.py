@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that is no host, without having one: what a GPU refuses, and what waits for it.
+"""Simulate a device that is separate from the host, to find refused operations and waits.
 
-Tensors of this device have their values in host memory, out of the host's reach. An operation on
-tensors of host and device is refused where it is written here or in vLLM's workers. Noted, with the
-lines that asked for them, are reads of values, masks as indices, and copies that are not made in
-the background; beside them waits for events that have not happened. PyTorch gives a process one
-such device, for good: for processes of their own.
+The values of its tensors are in host memory, but host code cannot read them directly. Operations of
+this package or of vLLM's workers on tensors of both sides are refused. Reads of values, indexing by
+masks, blocking copies and waits for pending events are recorded with the lines that caused them.
+
+PyTorch cannot remove such a device from a process, so tests use it in a child process.
 """
 
 import sys
@@ -35,12 +35,12 @@ _READS = {
 }
 _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _COPIES = {aten.copy_.default, aten._to_copy.default}
-# Who may not take tensors of both: models and their kernels do, as their weights are the host's.
+# Code that may not mix host and device. Models and kernels may: their weights are on the host.
 _STRICT = ("/vllm_hetero_spec/", "/v1/worker/", "/apart_engines.py")
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What PyTorch asks of a device."""
+    """The functions that PyTorch requires of a device module."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.zeros(1)
@@ -54,11 +54,11 @@ DEVICE = torch.device("apart", 0)
 
 
 class Wait(NamedTuple):
-    """What waited for the device.
+    """One operation that waited for the device.
 
     Attributes:
-        operation: PyTorch's name.
-        lines: "file:line" that asked for it, the innermost first, PyTorch's left out.
+        operation: PyTorch's name of it.
+        lines: Its call stack as "file:line", innermost first, without PyTorch's own files.
     """
 
     operation: str
@@ -66,22 +66,22 @@ class Wait(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The innermost one, without its folder."""
+        """The innermost line, without the folder."""
         return self.lines[0].rpartition("/")[2]
 
     @property
     def ours(self) -> bool:
-        """Whether it is written here."""
+        """True if the innermost line is in this package."""
         return "/vllm_hetero_spec/" in self.lines[0]
 
 
 class Queued(NamedTuple):
-    """What has been asked of the device.
+    """Operations on the device so far.
 
     Attributes:
-        waits: What waited for it.
-        ours: Operations that are written here, by line; views, and memory without values, are none.
-        events: Waits for events that had not happened.
+        waits: Operations that waited for the device.
+        ours: Number of operations of this package, by line, without views and empty tensors.
+        events: Waits for events that were still pending.
     """
 
     waits: list[Wait]
@@ -90,10 +90,10 @@ class Queued(NamedTuple):
 
 
 class Apart(torch.Tensor):
-    """A tensor of the device.
+    """A tensor on the device.
 
     Attributes:
-        here: Its values.
+        here: Its values, as a tensor on the host.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -119,7 +119,7 @@ class Apart(torch.Tensor):
         return self.cpu().tolist()
 
     def untyped_storage(self) -> Any:
-        """Of which nobody can say whether a view has all of it."""
+        """Return a storage of size 0, so that no caller finds that a view covers all of it."""
         return SimpleNamespace(data_ptr=self.here.untyped_storage().data_ptr, nbytes=lambda: 0)
 
     def __repr__(self, **_: Any) -> str:
@@ -149,7 +149,7 @@ def _values(value: Any) -> Any:
 
 
 class _Computing(TorchDispatchMode):
-    """Computes for the device."""
+    """Runs operations of the device on the host, and records them."""
 
     def __init__(self, queued: Queued) -> None:
         super().__init__()
@@ -158,9 +158,9 @@ class _Computing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         with self:
-            if func.namespace == "vllm":  # Python that calls other operations
+            if func.namespace == "vllm":  # implemented in Python, by other operations
                 return func._op_dk(DispatchKey.CPU, *args, **kwargs)
-            if func.namespace == "aten":  # some arrive whole in inference mode, such as `to`
+            if func.namespace == "aten":  # composite ones arrive undecomposed in inference mode
                 found = func.decompose(*args, **kwargs)
                 if found is not NotImplemented:
                     return found
@@ -175,7 +175,7 @@ class _Computing(TorchDispatchMode):
         if func is aten.copy_.default:
             to_device = isinstance(args[0], Apart)
         elif not tensors and any("/vllm/_custom_ops.py" in line for line in _lines()[:2]):
-            to_device = True  # kernels of a CPU know no other device; perhaps while they are taped
+            to_device = True  # CPU kernels create host tensors, also during a recording
         self._judge(func, args, kwargs, there, here, to_device)
         args, kwargs = tree_map(_values, (args, kwargs))
         with torch.inference_mode(mode=False):
@@ -212,7 +212,7 @@ class _Computing(TorchDispatchMode):
             self._queued.ours[asked.line] += 1
 
 
-_QUEUED: list[Queued] = []  # of the contexts that are entered
+_QUEUED: list[Queued] = []  # one for each active context
 
 
 def _made(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Apart:
@@ -225,19 +225,19 @@ def _copied(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) 
     return to
 
 
-# PyTorch makes tensors of lists beside all modes, with what a device has for that.
+# PyTorch creates tensors from lists with these two operations, without any dispatch mode.
 library.impl("aten::empty_strided", "PrivateUse1", _made)
 library.impl("aten::_copy_from", "PrivateUse1", _copied)
 
 
 class Event:
-    """Happens when so many later ones have been recorded, or is waited for.
+    """An event. It is complete if `lag` later events were recorded, or if it was waited for.
 
     Attributes:
-        lag: How many.
+        lag: Number of later events.
     """
 
-    lag, _recorded, _happened = 0, 0, 0  # the last two: how many, of all events
+    lag, _recorded, _happened = 0, 0, 0  # the last two count all events
 
     def __init__(self, **_: Any) -> None:
         self._number = 0
@@ -266,7 +266,7 @@ class _Generator(torch.Generator):
 
 @contextmanager
 def device_apart() -> Iterator[Queued]:
-    """In which the device is there; what is queued is added to what this gives."""
+    """Context in which the device works. It yields the record of queued operations."""
     queued = Queued([], Counter(), [])
     with ExitStack() as stack:
         for owner, name, stand_in in (

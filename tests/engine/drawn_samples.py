@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of engines whose drafts are drawn ahead, beside the law that the target's own have."""
+"""Samples of engines with precomputed sampled drafts, and the target's own distribution."""
 
 from collections import Counter
 from pathlib import Path
@@ -13,25 +13,28 @@ from target_law import LENGTH, Ids, Setting, counted, law_of, law_of_third, load
 from vllm import SamplingParams
 
 SAMPLES, WAVE = 640, 16
-# Of few sequences each is seen often.
+# Under `few` only few sequences are possible, so each is sampled often.
 SETTINGS = {"hot": Setting(1.0), "few": Setting(1.6, top_k=6)}
 
 
 class Law(NamedTuple):
-    """The target's own: of the first tokens, and of the third, the first that is drafted."""
+    """The target's distribution of the first tokens, and of the third token.
+
+    The third token is the first one that is drafted.
+    """
 
     texts: dict[Ids, float]
     third: dict[int, float]
 
     @classmethod
     def of(cls, target: Path, setting: Setting) -> "Law":
-        """That of a model behind `PROMPT`."""
+        """Compute the distributions of a model after `PROMPT`."""
         model, start = load(target, PROMPT)
         third = law_of_third(model, start, setting).tolist()
         return cls(law_of(model, start, setting), dict(enumerate(third)))
 
     def p_value(self, found: Counter) -> float:
-        """Of samples, by whichever tells more against them."""
+        """Return the smaller one of the p-values of both distributions."""
         third = Counter[int]()
         for ids, count in found.items():
             third[ids[2]] += count
@@ -39,7 +42,7 @@ class Law(NamedTuple):
 
 
 def sample(llm: Any, count: int, setting: Setting, *, seeds: int = 0) -> Counter:
-    """Samples of one setting, a few at a time, every third with a seed of its own."""
+    """Return samples of one setting, in batches of `WAVE`. Every third request has its own seed."""
     found = Counter[Ids]()
     for start in range(seeds, seeds + count, WAVE):
         params = [
@@ -59,6 +62,6 @@ def sample(llm: Any, count: int, setting: Setting, *, seeds: int = 0) -> Counter
 
 
 def waiting(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draft that was not foreseen is waited for."""
+    """Make the target wait at most 10 s for each draft that was not precomputed."""
     observer = proposer_of(llm).drafting.observer
     monkeypatch.setattr(observer, "wait", lambda missing, *_: (max(missing.values()), 10.0))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that take each other for another node's, between which rows have two tokens."""
+"""Workers that treat every other rank as a rank of another node.
+
+Between nodes, sampled drafts come from a row of the likeliest tokens. Here a row has two tokens.
+"""
 
 from typing import Any
 
@@ -14,11 +17,11 @@ nodes.SPARSE_TOP_K = 2
 
 
 class FarApart(CPUWorker):
-    """A rank on a node of its own."""
+    """A worker whose rank is the only one on its node."""
 
 
 def forget_to_renormalise(worker: Any) -> None:
-    """From now on one token is all that is drawn from, with the probability that it has of all."""
+    """Inject a fault: rows keep one token, with its probability before the others were removed."""
     rows_of = BatchSampler._rows
 
     def _rows(self: Any, logits: torch.Tensor, index: Any) -> torch.Tensor:

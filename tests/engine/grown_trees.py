@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of the engine's own drafter: tests of a process that `test_tree_engines.py` runs."""
+"""Trees of the engine's own drafter. `test_tree_engines.py` runs these tests in a child process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +17,11 @@ LENGTH, NODES = 8, 8
 
 
 class Run(NamedTuple):
-    """What an engine said, greedy and raced, of the last two prompts also in a batch of their own,
-    and what it counted, at last of kept chains."""
+    """Output and counters of one engine.
+
+    `greedy` and `raced` are outputs of all prompts. `last_two` is the raced output of the last two
+    prompts in a batch of their own. `kept` counts chains of requests that cannot have trees.
+    """
 
     greedy: Outputs
     raced: Outputs
@@ -52,7 +55,7 @@ def chains(demo_pair: Path, few: list[str]) -> Run:
 @pytest.fixture(scope="module", params=["fixed", "goodput", "rank"])
 def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scratch, "_SHARE", 3)  # so that a small cache has scratch
+        patch.setattr(scratch, "_SHARE", 3)  # so that a small KV cache has blocks for branches
         debug: dict[str, Any] = {"calibrate": False}
         more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "debug": debug}
         if request.param == "rank":
@@ -65,7 +68,7 @@ def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> It
 
 
 def test_trees_change_no_token(chains: Run, trees: Run, demo_pair: Path, few: list[str]) -> None:
-    """Of greedy requests, nor of raced ones, whatever else is in their batch."""
+    """Greedy and raced requests have the same tokens with trees, also in another batch."""
     assert trees.greedy == chains.greedy
     assert trees.raced == chains.raced
     assert list(trees.last_two.values()) == list(chains.raced.values())[-2:]
@@ -73,7 +76,7 @@ def test_trees_change_no_token(chains: Run, trees: Run, demo_pair: Path, few: li
 
 
 def test_trees_accept_more_than_chains(chains: Run, trees: Run) -> None:
-    """With as many tokens to verify; all of them counted once, and by depth."""
+    """A tree has as many nodes as a chain has tokens. Each is counted once, and by depth."""
     if trees.stats["trees"] < 20:
         pytest.skip("so tiny a target need not be worth drafting for")
     stats = trees.stats
@@ -81,7 +84,7 @@ def test_trees_accept_more_than_chains(chains: Run, trees: Run) -> None:
     assert sum(stats["lengths"].values()) == stats["drafts"]
     assert stats["tree_tokens"] <= NODES * stats["trees"]
     assert stats["side_tokens_accepted"] > 0
-    # vLLM counts no row that is fed again; some last drafts it never sees.
+    # vLLM counts no recomputed rows, and never verifies the last drafts of some requests.
     assert trees.metrics["num_draft_tokens"] <= stats["draft_tokens"]
     gains = [run.metrics["num_accepted_tokens"] / run.stats["drafts"] for run in (chains, trees)]
     if stats["off_steps"] == 0:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for the tests: one at a time, in this process, each used for much."""
+"""Start vLLM engines for tests in this process, and read their counters.
+
+Only one engine may exist at a time, so a test module uses one engine for many tests.
+"""
 
 import contextlib
 import gc
@@ -22,10 +25,11 @@ BASE: dict[str, Any] = {
     "max_num_seqs": 32,
     "disable_log_stats": False,
 }
-# On a GPU, where `scripts/test_gpu.sh` says so: in float32 too, with CUDA graphs, in a small part
-# of its memory, as others run beside; blocks are as on a CPU, for scenarios that count them.
+# `scripts/test_gpu.sh` sets this variable. Engines then run in float32 with CUDA graphs. They use a
+# small part of the GPU memory, because several tests run at once. The block size is the one of a
+# CPU, because scenarios count blocks.
 if "HETERO_SPEC_ON_GPU" in os.environ:
-    vllm_hetero_spec.register()  # also where the package is on the path alone
+    vllm_hetero_spec.register()  # in case the package is on the path but not installed
     BASE |= {
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -40,7 +44,7 @@ HERE = Path(__file__).parent
 
 
 def v2_environment(*first: Path) -> dict[str, str]:
-    """Of a process whose engines run on Model Runner V2.
+    """Return the environment of a process whose engines run on Model Runner V2.
 
     Args:
         first: Folders to import from before all others, such as another release of vLLM.
@@ -54,53 +58,53 @@ def v2_environment(*first: Path) -> dict[str, str]:
         | {
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             "TRITON_INTERPRET": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # takes the stand-in for a backend that it can compile for
+            "TORCHDYNAMO_DISABLE": "1",  # it would try to compile for the simulated backend
         }
     )
 
 
 @contextlib.contextmanager
 def engine(model: Path, spec: dict[str, Any] | None = None, **changes: Any) -> Iterator[Any]:
-    """A vLLM engine that is gone afterwards."""
+    """A vLLM engine; leaving the context shuts it down and frees its memory."""
     from vllm import LLM
 
-    gc.freeze()  # vLLM collects ten times on the way: each would walk all that is imported
+    gc.freeze()  # vLLM collects ten times at start-up; skip all imported objects each time
     llm = LLM(str(model), **(BASE | changes), speculative_config=spec)
     try:
         yield llm
     finally:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gc, "collect", lambda *_: 0)  # vLLM does so twice: once behind it will do
+            patch.setattr(gc, "collect", lambda *_: 0)  # vLLM collects twice; once below is enough
             llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
 
 
 def slem(drafter: Path, lookahead: int = 4, **changes: Any) -> dict[str, Any]:
-    """A speculative configuration."""
+    """Return a speculative configuration of the method `slem`."""
     return {
         "method": "slem",
         "model": str(drafter),
         "num_speculative_tokens": lookahead,
         "kv_cache_memory_bytes": 64 << 20,
-        "controller": "fixed",  # tiny targets are too fast for a drafter to pay
+        "controller": "fixed",  # with tiny targets, others disable speculation
     } | changes
 
 
 def proposer_of(llm: Any) -> Any:
-    """The proposer in this process's worker."""
+    """Return the proposer of the worker in this process."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     return worker.model_runner.drafter
 
 
 def patient(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each step find all that its drafter is going to draft, as behind a slow target."""
+    """Make each step wait (at most 5 s) for its precomputed drafts, as if the target were slow."""
     drafting = proposer_of(llm).drafting
     source, ends = drafting.source, drafting.bridge.drafter_eos
     begin, wanted_of, wanted = source.begin, source._wanted, {}
 
     def ready(text: Any) -> bool:
-        if source._process._process is None:  # it is about to be started again
+        if source._process._process is None:  # the drafter process is about to restart
             return True
         missing = wanted.get(text.slot, 0) - len(text.drafted)
         found = source._process.table.read(text.slot)
@@ -138,13 +142,16 @@ def drafted_ahead(llm: Any) -> dict[str, Any]:
 
 
 def profile(llm: Any, requests: int = 5) -> None:
-    """Sample for requests that do not exist, as vLLM does at start-up unless eager on a CPU."""
+    """Sample for dummy requests. vLLM does so at start-up, except for an eager engine on a CPU."""
     runner = proposer_of(llm).seam._runner
     runner._dummy_sampler_run(torch.zeros(requests, runner.model_config.get_hidden_size()))
 
 
 def metrics_of(llm: Any) -> dict[str, int]:
-    """vLLM's own counters of speculation and preemption, without the prefix `vllm:`."""
+    """Return vLLM's counters of speculation and preemption.
+
+    Names have neither the prefix `vllm:` nor `spec_decode_`.
+    """
     return {
         m.name.removeprefix("vllm:").removeprefix("spec_decode_"): m.value
         for m in llm.get_metrics()
@@ -153,5 +160,5 @@ def metrics_of(llm: Any) -> dict[str, int]:
 
 
 def warnings(log: pytest.LogCaptureFixture, reason: str) -> list[str]:
-    """What was logged about undrafted requests of one reason."""
+    """Return the log messages about requests without drafts that have this reason."""
     return [m for m in log.messages if f"({reason})" in m]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy identity on Model Runner V2: tests of a process that `test_fast_children.py` starts."""
+"""Greedy identity on Model Runner V2. `test_fast_children.py` runs these tests in a child."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ FEW = {
 
 @pytest.fixture(scope="module")
 def runs(demo_pair: Path, code_prompts: list[str]) -> Iterator[dict[str, Run]]:
-    """Token ids and counts of the target alone, and with a drafter and asynchronous scheduling."""
+    """Runs of the target alone, and with a drafter and asynchronous scheduling."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_scheduling, "platform_can", lambda: True)  # `run_way` sets it too
         yield {

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the place of a drafter: trees of what a target is known to go on with, and of wrong branches.
+"""Replace a drafter by random trees that contain the target's known output and wrong branches.
 
-Where the known path lies is left to chance: on the main path, on a side, partly on one and partly
-on another.
+The known path has a random place: on the main path, on a side branch, or partly on several.
 """
 
 import contextlib
@@ -19,12 +18,12 @@ from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
 from vllm_hetero_spec.trees.layout import lay_out
 from vllm_hetero_spec.trees.walk import ROOT
 
-Known = Mapping[tuple[int, ...], list[int]]  # prompt -> what the target says alone
+Known = Mapping[tuple[int, ...], list[int]]  # prompt -> output of the target alone
 
 
 @contextlib.contextmanager
 def overheard(llm: LLM) -> Iterator[dict[tuple[int, ...], list[int]]]:
-    """What an engine answers meanwhile, by prompt."""
+    """Record the output of an engine by prompt, while the context is active."""
     known: dict[tuple[int, ...], list[int]] = {}
     engine = llm.llm_engine
     step = engine.step
@@ -45,12 +44,12 @@ class KnownTrees:
     """Drafts trees for an engine.
 
     Args:
-        llm: The engine; its drafter drafts no more.
+        llm: The engine; its own drafter is no longer used.
 
     Attributes:
-        known: What is drafted.
-        drafts: How many trees with sides were drafted.
-        past_the_end: Drafts go on where their request ends.
+        known: The output to draft, by prompt.
+        drafts: Number of drafted trees with side branches.
+        past_the_end: True if drafts continue after the end of their request.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -63,34 +62,34 @@ class KnownTrees:
 
     @property
     def verification(self) -> str:
-        """The engine's."""
+        """The engine's option `verification`."""
         return str(self._proposer.options.verification)
 
     @property
     def v2(self) -> bool:
-        """Whether Model Runner V2 serves the engine."""
+        """True if the engine runs on Model Runner V2."""
         return isinstance(self._proposer.seam, RunnerV2)
 
     @property
     def taken(self) -> int:
-        """Walks that have ended on a side."""
+        """Number of verified trees whose accepted path ended on a side branch."""
         return int(self.branches.taken)
 
     @property
     def branches(self) -> Any:
-        """The engine's trees."""
+        """The runner's branches, or None if trees are disabled."""
         seam = self._proposer.seam
         return seam.trees
 
     def finish(self) -> list[Draft]:
         step = self._drafting._step
-        if step.buckets:  # trees are cut, or padded
+        if step.buckets:  # choose a length, so that trees are cut or padded
             self._drafting.control.requested_length = step.buckets[-1 - len(step.requests) % 2]
         found = [self.draft(step, request) for request in step.requests if request.new_tokens]
         return [draft for draft in found if draft is not None]
 
     def draft(self, step: StepView, request: RequestView) -> Draft | None:
-        """A tree, or a chain where there is no room for sides."""
+        """Return a tree, or a chain if the step has no room for branches."""
         prompt = tuple(request.token_ids[: request.num_prompt_tokens].tolist())
         rest = self.known.get(prompt, [])[request.num_output_tokens :]
         longest = step.lookahead
@@ -113,7 +112,7 @@ class KnownTrees:
 def grown(
     chance: random.Random, rest: list[int], longest: int, nodes: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and values of a tree that follows `rest`, and does not."""
+    """Return tokens, parents and values of a tree with a prefix of `rest` and wrong branches."""
     tokens: list[int] = []
     parents: list[int] = []
     values: list[float] = []

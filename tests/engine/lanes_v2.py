@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `v2_on_cpu` computes for Triton's kernels is what Triton's interpreter does, bit for bit.
+"""`v2_on_cpu` computes the same bits as Triton's interpreter.
 
-Tests of a process of its own with V2_CHECK=1, which `test_runner_v2.py` runs: there every launch
-runs both ways.
+`test_runner_v2.py` runs these tests in a child process with V2_CHECK=1, which runs every launch in
+both ways and compares the stores.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ ASKED = [
     {"bad_words": ["abd", "f"]},
     {"structured_outputs": StructuredOutputsParams(regex="[a-f ]+")},
 ]
-# That both ways agree on nothing says nothing.
+# Kernels that must be compared. Without them the comparison could be empty.
 KERNELS = {
     "_apply_grammar_bitmask_kernel",
     "_apply_write_kernel",
@@ -53,7 +53,7 @@ KERNELS = {
 
 
 def test_every_launch_of_an_engine_is_the_same(chain_pair: Path) -> None:
-    """In chunks of prompts, and with drafts of different lengths."""
+    """The engine splits prompts into chunks, and drafts have different lengths."""
     spec = slem(chain_pair / "drafter", lookahead=3, method="tli")
     tight = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 128}
     params = [
@@ -63,7 +63,7 @@ def test_every_launch_of_an_engine_is_the_same(chain_pair: Path) -> None:
     with engine(chain_pair / "target", spec, **tight) as llm:
         llm.generate([PROMPT[i:] for i in range(len(params))], params, use_tqdm=False)
         assert metrics_of(llm)["num_accepted_tokens"] > 0
-    assert lanes.UNKNOWN.keys() <= {"expand_kernel"}  # of V1: it asks for the type of a value
+    assert lanes.UNKNOWN.keys() <= {"expand_kernel"}  # a kernel of V1; it reads the type of a value
     assert lanes.COMPARED.keys() >= KERNELS
 
 

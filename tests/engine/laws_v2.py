@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of samples on Model Runner V2: tests of a process of its own, which `test_laws_v2.py` runs.
+"""Distributions of samples on Model Runner V2.
 
-HETERO_SPEC_SAMPLES=<samples of each setting> makes the tests long ones, over all methods.
+`test_laws_v2.py` runs these tests in a child process. HETERO_SPEC_SAMPLES sets the number of
+samples for each setting, and selects all methods.
 """
 
 import os
@@ -37,8 +38,8 @@ from vllm_hetero_spec.engine.seam.runner_v2 import RunnerV2
 LONG = "HETERO_SPEC_SAMPLES" in os.environ
 pytestmark = [pytest.mark.timeout(36_000)] if LONG else []
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "300"))
-# What V1 refuses: the likeliest continuations alone, and some tokens made likelier than they are.
-# And one that likes to repeat itself: the penalties of a draft's tokens count those before them.
+# V1 refuses `narrow` (min_p) and `biased` (logit_bias) with speculation. `repeating` rewards
+# repetition, so that the penalties of a draft token depend on the draft tokens before it.
 ALL_SETTINGS = SETTINGS | {
     "narrow": Setting(1.0, min_p=0.4),
     "biased": Setting(1.0, top_p=0.95, bias=((70, 4.0), (72, -4.0), (67, -4.0))),
@@ -54,7 +55,7 @@ if LONG:
     CASES += [
         ("slem", "block"),
         ("tli", "token"),
-        ("tli", "fuzzy"),  # of a threshold that nothing passes
+        ("tli", "fuzzy"),  # with a threshold of 0 it is lossless
         ("union", "token"),
         ("union", "block"),
         ("push_forward", "block"),
@@ -64,7 +65,7 @@ if LONG:
         ("hetero", "token"),
         ("hetero", "block"),
     ]
-ROOM = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # whole prompts: see Limits
+ROOM = {"max_num_seqs": 128, "max_num_batched_tokens": 32768}  # prompts are not split into chunks
 WRITTEN = LENGTH + 2  # tokens of each sample
 Target = tuple[Any, list[int]]
 
@@ -76,7 +77,7 @@ def target(chain_pair: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def laws(target: Target) -> dict[str, dict[Ids, float]]:
-    """The target's law under every setting."""
+    """The distribution of the target's tokens under each setting."""
     return {name: law_of(*target, setting) for name, setting in ALL_SETTINGS.items()}
 
 
@@ -93,20 +94,20 @@ def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
 
 
 class Forgetful(Setting):
-    """Penalties that do not see what was drafted; the third token is the first that is."""
+    """A faulty setting: penalties ignore draft tokens. The third token is the first draft token."""
 
     def rows(self, logits: torch.Tensor, texts: torch.Tensor, prompt: int) -> torch.Tensor:
         return super().rows(logits, texts[:, : prompt + 2], prompt)
 
 
 def drafted(texts: Iterable[Ids]) -> Counter:
-    """How many different tokens there are among those that may be drafted, and the one behind."""
+    """Count texts by the number of different tokens from the third token on."""
     return Counter(len(set(text[2:])) for text in texts)
 
 
 @pytest.fixture(scope="module")
 def repeats(target: Target) -> list[dict[int, float]]:
-    """Laws of `drafted`: as asked for, and with Forgetful penalties."""
+    """Distributions of `drafted` with correct penalties and with those of `Forgetful`."""
     asked, found = ALL_SETTINGS["repeating"], []
     for kind in (Setting, Forgetful):
         law: dict[int, float] = {}
@@ -121,13 +122,13 @@ def repeats(target: Target) -> list[dict[int, float]]:
 def test_samples_follow_the_targets_law(
     llm: Any, target: Target, laws: dict[str, dict[Ids, float]], repeats: list[dict[int, float]]
 ) -> None:
-    """Every setting, seeded and not, greedy neighbours, all in one batch."""
+    """One batch contains every setting with and without a seed, and greedy requests."""
     assert isinstance(proposer_of(llm).seam, RunnerV2)
     drawn = sample(llm, SAMPLES, ALL_SETTINGS, seeds=True)
     for name, texts in drawn.items():
         print(f"\n{name}: {len(texts)} samples, p {p_value(counted(texts), laws[name]):.3g}")
         assert follows(counted(texts), laws[name]), name
-    # The third token is the first drafted one. Without its parameter a setting would be caught.
+    # The third token is the first draft token. A parameter that is not applied to it is detected.
     hot = law_of_third(*target, SETTINGS["hot"])
     for name in ("narrow", "biased"):
         rarer = set((law_of_third(*target, ALL_SETTINGS[name]) < hot).nonzero()[:, 0].tolist())
@@ -145,7 +146,7 @@ def test_samples_follow_the_targets_law(
 
 
 def test_a_seed_means_the_same_in_any_batch(llm: Any) -> None:
-    """Beside others, which have drafts of other lengths, and alone."""
+    """A request gives the same tokens alone and beside requests with other draft lengths."""
     own = [params_of(SETTINGS["hot"], seed) for seed in range(8)]
     others = [
         SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
@@ -163,7 +164,10 @@ def test_a_seed_means_the_same_in_any_batch(llm: Any) -> None:
 
 
 def test_log_probabilities_are_the_targets(llm: Any, target: Target) -> None:
-    """Of drafted tokens, corrections and bonus tokens: before any parameter, by vLLM's default."""
+    """They are the target's for draft, recovered and bonus tokens.
+
+    By vLLM's default they are computed before any sampling parameter.
+    """
     model, start = target
     params = [
         SamplingParams(temperature=0.7, top_k=20, seed=s, logprobs=1, max_tokens=9, ignore_eos=True)
@@ -183,7 +187,10 @@ def test_log_probabilities_are_the_targets(llm: Any, target: Target) -> None:
 
 @pytest.mark.parametrize("drafter", ["drafter", "target", "none"])
 def test_races_are_those_of_the_seed(chain_pair: Path, target: Target, drafter: str) -> None:
-    """Whatever drafts, and where nothing does; `test_races` holds V1 to the same texts."""
+    """With a drafter, with the target as the drafter, and without drafts.
+
+    `test_races.py` requires the same texts of V1.
+    """
     setting, seeds, length = Setting(0.9, top_p=0.95), list(range(20)), 10
     name = "drafter" if drafter == "none" else drafter
     wish = {"extra_args": {LOOKAHEAD_ARG: 0}} if drafter == "none" else {}
@@ -207,7 +214,7 @@ def test_races_are_those_of_the_seed(chain_pair: Path, target: Target, drafter: 
 def test_a_drafter_that_is_the_target_is_always_right(
     chain_pair: Path, method: str, verification: str
 ) -> None:
-    """Same model, same tokenizer, same law: rows agree but for rounding; without parameters too."""
+    """Target and drafter are the same model, so their rows differ only by rounding."""
     target = chain_pair / "target"
     spec = slem(target, lookahead=4, method=method, verification=spelt(verification))
     params = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of which the second alone does not support draft trees."""
+"""Workers of which only rank 1 does not support draft trees."""
 
 from typing import Any
 
@@ -19,4 +19,4 @@ support._why_not = _wrong
 
 
 class OneRankWrong(CPUWorker):
-    """A rank that supports trees, or not."""
+    """A worker class that the engine imports, so that the patch above runs in each worker."""

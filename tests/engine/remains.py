@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package still knows of requests: for tests that nothing of the gone is kept."""
+"""Find references to requests in objects of this package, to test that ended ones leave none."""
 
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 PACKAGE = "vllm_hetero_spec"
-NAME = "request-called-"  # vLLM adds something behind
+NAME = "request-called-"  # prefix of the request ids; vLLM appends a suffix
 
 
 def _parts(thing: object) -> Iterator[tuple[str, object]]:
@@ -21,7 +21,7 @@ def _parts(thing: object) -> Iterator[tuple[str, object]]:
 
 
 def remains(root: Any) -> list[str]:
-    """Where, from an object of this package on, requests are named that are called `NAME...`."""
+    """Return the attribute paths from `root` to strings that begin with `NAME`."""
     found: list[str] = []
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [("", root)]

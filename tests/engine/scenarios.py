@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do to an engine, each as a function from an engine to token ids.
+"""Scenarios: ways to use an engine. Each is a function from an engine to token ids.
 
-Every scenario is run by the target alone and by each way of speculating; the ids must be equal.
+Tests run each scenario with the target alone and with each speculative configuration. The token
+ids must be equal.
 """
 
 import asyncio
@@ -16,9 +17,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_hetero_spec import read_stats
 
 Outputs = dict[str, list[int]]
-# scenario -> token ids, and what the counters gained meanwhile.
+# scenario -> token ids, and by how much the counters grew during it.
 Run = dict[str, tuple[Outputs, dict[str, Any]]]
-# Of our own counters those that the same load makes grow alike, on any machine.
+# Our counters that do not depend on time: the same load adds the same on every machine.
 COUNTED = (
     "steps",
     "drafts",
@@ -41,7 +42,7 @@ def generate(llm: LLM, prompts: list, params: Any) -> Outputs:
 
 
 async def answers(texts: list[str], **arguments: Any) -> Outputs:
-    """What an AsyncLLM of these arguments answers, all texts at once: greedy tokens."""
+    """Return the greedy tokens of an `AsyncLLM` with these arguments; all requests run at once."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -72,7 +73,7 @@ def in_batches_of(size: int, most: int = 64) -> Scenario:
 
 
 def joining_and_aborting(llm: LLM, prompts: list[str]) -> Outputs:
-    """Requests join every other step, end at different lengths; some are aborted midway."""
+    """One request joins in every second step. Lengths differ, and some requests are aborted."""
     engine = llm.llm_engine
     waiting = list(enumerate(prompts[:24]))
     found: Outputs = {}
@@ -94,7 +95,7 @@ def joining_and_aborting(llm: LLM, prompts: list[str]) -> Outputs:
 
 
 def common_prefix(llm: LLM, prompts: list[str]) -> Outputs:
-    """The same long prefix again and again: prefix caching on both sides."""
+    """Requests with one long prefix, for the prefix caches of both the target and the drafter."""
     prefix = "\n".join(prompts[:4])[:1500]
     return generate(llm, [prefix + p[:200] for p in prompts[:12]], greedy()) | {
         f"again {k}": v
@@ -110,7 +111,10 @@ def with_params(**changes: Any) -> Scenario:
 
 
 def stops_behind_min_tokens(llm: LLM, prompts: list[str]) -> Outputs:
-    """What the target writes at `min_tokens` is a stop token there, and often behind a draft."""
+    """The token that the target generates after `min_tokens` tokens is a stop token.
+
+    This position is often inside a draft or directly after it.
+    """
     chosen = prompts[:22]
     free = generate(llm, chosen, greedy(max_tokens=16, ignore_eos=True))
     params = []
@@ -118,12 +122,12 @@ def stops_behind_min_tokens(llm: LLM, prompts: list[str]) -> Outputs:
         least = 2 + number % 11
         stops = {"min_tokens": least, "stop_token_ids": [output[least]]}
         params.append(greedy(max_tokens=16, ignore_eos=True, **stops))
-    # All that was drafted for is told: the counters count both.
+    # Return both: the counters include the drafts of both.
     return {f"free {key}": ids for key, ids in free.items()} | generate(llm, chosen, params)
 
 
 def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
-    """Different parameters side by side in one batch."""
+    """One batch of requests with different parameters."""
     kinds = [
         {},
         {"repetition_penalty": 1.3},
@@ -139,9 +143,10 @@ def mixed_params(llm: LLM, prompts: list[str]) -> Outputs:
 
 
 def named_tokens(llm: LLM, prompts: list[str]) -> Outputs:
-    """Log probabilities of named tokens, beside the likeliest: on V1 that ends a stock vLLM.
+    """Requests with `logprob_token_ids` beside requests with `logprobs`.
 
-    The first request names some of its own likeliest tokens: what is told of them is the same.
+    On V1 this combination ends the engine of an unpatched vLLM. The first request names some of its
+    own likeliest tokens, so their log probabilities must be the same in both ways.
     """
     (first,) = llm.generate(prompts[:1], greedy(logprobs=20), use_tqdm=False)
     likeliest = first.outputs[0].logprobs
@@ -189,7 +194,7 @@ def structured(llm: LLM, prompts: list[str]) -> Outputs:
 
 
 def up_to_max_model_len(llm: LLM, prompts: list[str]) -> Outputs:
-    """Generation that only the model's length ends, beside short requests."""
+    """Requests that end only at `max_model_len`, beside short requests."""
     length = llm.llm_engine.model_config.max_model_len
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode("\n".join(prompts), add_special_tokens=False)
@@ -202,7 +207,7 @@ def up_to_max_model_len(llm: LLM, prompts: list[str]) -> Outputs:
 
 
 def long_prompts(llm: LLM, prompts: list[str]) -> Outputs:
-    """Prompts several times the token budget of a step, beside short ones that decode."""
+    """Prompts of several times the token budget of a step, beside short requests that decode."""
     text = "\n".join(prompts)
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -213,7 +218,7 @@ def long_prompts(llm: LLM, prompts: list[str]) -> Outputs:
 
 
 def crowded(llm: LLM, prompts: list[str]) -> Outputs:
-    """More requests than the KV cache holds: vLLM preempts."""
+    """More requests than the KV cache can hold, so that vLLM preempts some."""
     ids = llm.get_tokenizer().encode("\n".join(prompts), add_special_tokens=False)
     requests = [{"prompt_token_ids": ids[i * 30 : i * 30 + 60]} for i in range(16)]
     return generate(llm, requests, greedy(max_tokens=90, ignore_eos=True))
@@ -234,7 +239,7 @@ ROOMY: dict[str, Scenario] = {
     "structured output": structured,
 }
 
-# Run in an engine of these limits.
+# Limits of the engine that runs the scenarios of `TIGHT`.
 TIGHT_LIMITS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "max_model_len": 320,
@@ -257,14 +262,17 @@ def run_all(
     tight: Mapping[str, Scenario] = TIGHT,
     **changes: Any,
 ) -> Run:
-    """scenario -> token ids, and what the counters gained meanwhile, `skipped` excepted."""
+    """Return token ids and counter increments by scenario.
+
+    `skipped` is not an increment: it contains the totals since the engine started.
+    """
     found = {}
     for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):
         if not scenarios:
             continue
         with engine(target, spec, **limits, **changes) as llm:
             if changes.get("pipeline_parallel_size"):
-                llm.collective_rpc("execute_dummy_batch")  # stages on a CPU need one
+                llm.collective_rpc("execute_dummy_batch")  # stages on a CPU need this first
             for name, scenario in scenarios.items():
                 before = counts_of(llm, spec)
                 ids = scenario(llm, prompts)
@@ -279,6 +287,6 @@ def run_all(
 
 
 def counts_of(llm: LLM, spec: dict[str, Any] | None) -> dict[str, int]:
-    """vLLM's counters, and the drafter's where there is one."""
+    """Return vLLM's counters, and those of the drafter if the engine has one."""
     ours = {} if spec is None else read_stats(llm)
     return metrics_of(llm) | {f"drafter {name}": ours[name] for name in COUNTED if ours}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of any kind, with random weights and the demo drafter's tokenizer."""
+"""Small models of any architecture, with random weights and the demo drafter's tokenizer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 
 def save_model(make: Callable[..., PretrainedConfig], demo_pair: Path, folder: Path) -> Path:
-    """Write one into a folder, which is given back.
+    """Write a model and its tokenizer into a folder, and return the folder.
 
     Args:
-        make: Its configuration, of `vocab_size` and the ids of the tokenizer.
-        demo_pair: Has the tokenizer.
-        folder: Where to.
+        make: Returns the configuration for `vocab_size` and the special ids of the tokenizer.
+        demo_pair: The folder of the demo pair, which contains the tokenizer.
+        folder: The folder to write.
     """
     tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     tokenizer.save_pretrained(folder)
@@ -23,7 +23,7 @@ def save_model(make: Callable[..., PretrainedConfig], demo_pair: Path, folder: P
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make(vocab_size=len(tokenizer), **ids))
     for weight in model.parameters():
-        if weight.dim() > 1:  # large enough that the context decides, and not the last token
+        if weight.dim() > 1:  # large, so that outputs depend on more than the last token
             torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder)
     return folder

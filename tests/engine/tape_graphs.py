@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs without a GPU: the operations that work queues are taped, and replayed as they were.
+"""Simulate CUDA graphs without a GPU: record the operations of a function and replay them.
 
-Python does not run in a replay, so a value that was baked in, a tensor that was bound to another
-name or made anew, and a branch that should have been taken again all show as differences. What a
-real capture refuses is refused: reading a value on the host, shapes that depend on values, and
-copies between host and device where these are two. The tape holds no tensor but those it made
-itself.
+A replay runs no Python, so results differ if the function depended on a constant, a new tensor or a
+branch. The tape refuses what a capture refuses: reading a value on the host, shapes that depend on
+values, and copies between host and device. It keeps only tensors that it created itself.
 """
 
 import weakref
@@ -32,7 +30,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
-        self._made: dict[int, tuple[int, torch.Tensor]] = {}  # by id: number on the tape
+        self._made: dict[int, tuple[int, torch.Tensor]] = {}  # id -> number on the tape, tensor
         self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +65,7 @@ class _Tape(TorchDispatchMode):
         return _Outside(value)
 
     def finish(self) -> None:
-        """Let go of all that was made while taping."""
+        """Release all tensors that were created during the recording."""
         self._made.clear()
 
 
@@ -77,7 +75,7 @@ class _Made:
 
 
 class _Outside:
-    """A tensor that must be there for as long as the tape is replayed."""
+    """A tensor from outside of the tape; it must exist, at the same address, in each replay."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -96,8 +94,8 @@ class TapeGraphs:
     """`Graphs` for a CPU.
 
     Attributes:
-        replays: How often a tape was replayed.
-        captured: How many there are.
+        replays: Number of replays of all tapes.
+        captured: Number of tapes.
     """
 
     def __init__(self) -> None:
@@ -105,7 +103,7 @@ class TapeGraphs:
         self.captured = 0
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()  # as a warm-up
+        work()  # warm-up, which a real capture needs too
         tape = _Tape()
         with tape:
             work()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's own law of its next tokens, computed without an engine."""
+"""Compute the distribution of the target's next tokens without an engine."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -11,16 +11,16 @@ import torch
 
 from vllm_hetero_spec.verify.race import race
 
-# The third token is the first that is drafted.
+# Tokens of a sequence. The third token is the first draft token.
 LENGTH = 4
-# Sequences that are rarer share one cell.
+# Probability below which a sequence is left out of the distribution.
 RARE = 2e-4
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a request samples."""
+    """Sampling parameters of a request."""
 
     temperature: float
     top_k: int = 0
@@ -32,12 +32,12 @@ class Setting:
     repetition: float = 1.0
 
     def rows(self, logits: torch.Tensor, texts: torch.Tensor, prompt: int) -> torch.Tensor:
-        """Laws [n, V] of the next token, by the definitions of the parameters.
+        """Return the distributions [n, V] of the next token, by the parameters' definitions.
 
         Args:
             logits: float [n, V], the model's own.
-            texts: int64 [n, length], behind which they are.
-            prompt: How long of that the prompt is.
+            texts: int64 [n, length], the tokens before; each row begins with the prompt.
+            prompt: Number of prompt tokens.
         """
         logits, written = logits.double(), texts[:, prompt:]
         counts = torch.zeros_like(logits).scatter_add_(
@@ -59,7 +59,7 @@ class Setting:
         if self.top_k:
             assert (ordered[:, self.top_k - 1] > 1.00001 * ordered[:, self.top_k]).all(), "a tie"
             ordered[:, self.top_k :] = 0
-        # A token is out once those before it have top_p among them.
+        # A token is removed if the likelier ones already have a total of top_p.
         shares = ordered / ordered.sum(-1, keepdim=True)
         before = shares.cumsum(-1) - shares
         assert self.top_p == 1 or ((before - self.top_p).abs() > 1e-6).all(), "a tie"
@@ -71,7 +71,7 @@ class Setting:
 def law_of(
     model: Any, start: list[int], setting: Setting, length: int = LENGTH, *, rare: float = RARE
 ) -> dict[Ids, float]:
-    """Exact probability of every sequence of `length` tokens that is not rare."""
+    """Return the exact probability of each sequence of `length` tokens that is above `rare`."""
     found: dict[Ids, float] = {(): 1.0}
     for _ in range(length):
         ids = torch.tensor([[*start, *path] for path in found])
@@ -87,13 +87,13 @@ def law_of(
 def third_is_one_of(
     model: Any, start: list[int], setting: Setting, tokens: Collection[int]
 ) -> dict[bool, float]:
-    """Law of whether the third token is one of some, exact but for what hardly ever precedes it."""
+    """Distribution of the event that the third token is in `tokens`, from `law_of_third`."""
     share = float(law_of_third(model, start, setting)[list(tokens)].sum())
     return {True: share, False: 1 - share}
 
 
 def law_of_third(model: Any, start: list[int], setting: Setting) -> torch.Tensor:
-    """float64 [V], of the third token, exact but for what hardly ever precedes it."""
+    """Distribution of the third token, float64 [V]; only prefixes below 1e-7 are left out."""
     found, mass = torch.tensor([start]), torch.ones(1, dtype=torch.float64)
     with torch.inference_mode():
         for _ in range(2):
@@ -107,7 +107,7 @@ def law_of_third(model: Any, start: list[int], setting: Setting) -> torch.Tensor
 
 
 def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
-    """A model and the ids of a prompt."""
+    """Load a model, and encode a prompt with its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -115,19 +115,19 @@ def load(folder: Path, prompt: str) -> tuple[Any, list[int]]:
 
 
 def thirds(sequences: Iterable[Sequence[int]], tokens: Collection[int]) -> Counter:
-    """Whether the third tokens of samples are of some."""
+    """Count samples by whether their third token is in `tokens`."""
     return Counter(sequence[2] in tokens for sequence in sequences)
 
 
 def counted(sequences: Iterable[Iterable[int]]) -> Counter:
-    """Samples by their first LENGTH tokens."""
+    """Count samples by their first `LENGTH` tokens."""
     return Counter(tuple(sequence)[:LENGTH] for sequence in sequences)
 
 
 def raced(
     model: Any, start: list[int], setting: Setting, seeds: list[int], length: int
 ) -> list[list[int]]:
-    """What requests with these seeds say under races, computed without an engine."""
+    """Return the tokens of requests with these seeds under `race`, computed without an engine."""
     texts = torch.tensor([start] * len(seeds))
     for place in range(length):
         with torch.inference_mode():

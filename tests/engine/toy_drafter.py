@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small random drafter with paged attention in tensor operations, in the place of a real one."""
+"""A small random drafter with paged attention in tensor operations; it replaces a real model."""
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding  # which has no place -1, unlike an index
+from torch.nn.functional import embedding  # unlike indexing, it refuses position -1
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
@@ -16,11 +16,11 @@ SIZE, BLOCKS, VOCAB, WIDTH, LAYERS = 4, 256, 31, 16, 2
 
 
 class ToyDrafterModel:
-    """Stands in for `DrafterModel`: its forward is the same for any batch that holds the same text.
+    """Stands in for `DrafterModel`. The logits of a text do not depend on the rest of the batch.
 
     Attributes:
-        cache: float64 [layers, 2, slots + 1, width]; the last slot takes what is written nowhere.
-        fed: Tokens of all forwards whose metadata was made on the host.
+        cache: float64 [layers, 2, slots + 1, width]; tokens of slot -1 go to the last slot.
+        fed: Number of tokens of all forwards whose metadata was built on the host.
     """
 
     def __init__(self, max_length: int = 128) -> None:
@@ -90,6 +90,6 @@ def drafter_of(
     banned: Collection[int] = (0,),
     **rules: Any,
 ) -> Drafter:
-    """A decode loop on a model; its rules are those of `PickConfig`."""
+    """Return a decode loop on a model; `rules` are arguments of `PickConfig`."""
     ids = torch.tensor(sorted(banned), dtype=torch.long)
     return Drafter(model, PickConfig(vocab_size, ids, **rules), lookahead, requests)

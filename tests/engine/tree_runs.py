@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft trees in engines: tests of a process of either model runner (`test_tree_engines.py`)."""
+"""Draft trees in engines. `test_tree_engines.py` runs these tests with both model runners."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,13 +22,13 @@ from vllm_hetero_spec.trees.layout import BranchPlan
 LIMITS: dict[str, dict[str, Any]] = {
     "large blocks": {},
     "small blocks": {"block_size": 32},
-    "tight": TIGHT_LIMITS | {"num_gpu_blocks_override": 30},  # half of them for the scheduler
+    "tight": TIGHT_LIMITS | {"num_gpu_blocks_override": 30},  # half of them for branches
 }
 VERIFICATION = {"large blocks": "token", "small blocks": "race", "tight": "block"}
 
 
 def taken_up(llm: LLM, prompts: list[str]) -> Outputs:
-    """What was generated is read again, from blocks that it filled."""
+    """New prompts contain earlier output, so the prefix cache reads KV that draft steps wrote."""
     first = generate(llm, prompts, greedy(max_tokens=70, ignore_eos=True))
     tokenizer = llm.get_tokenizer()
     again = [
@@ -46,7 +46,7 @@ def prefix_hits(llm: LLM) -> int:
 
 
 def ending(llm: LLM, prompts: list[str]) -> Outputs:
-    """Requests end by their length, a token or a word, wherever in a draft."""
+    """Requests end by length or stop string, at different positions of a draft."""
     ends = [{"max_tokens": n} for n in (5, 6, 7, 8)] + [{"stop": [w]} for w in ("(", "self", "\n")]
     params = [greedy(**end) for end in ends for _ in prompts]
     return generate(llm, prompts * len(ends), params)
@@ -60,13 +60,13 @@ RUN: dict[str, set[str]] = {
     "tight": ALL.keys() & TIGHT,
 }
 ONLY_CHAINS = ("penalties", "bad_words", "min_tokens")
-# Trees in a part of its requests' output alone: how often what is beside a chain is taken there is
-# a matter of the pair.
+# Only a part of the output of these requests has trees, so the number of accepted side branches
+# depends on the models.
 SELDOM_TREES = ("stops behind min_tokens",)
 
 
 class Compared(NamedTuple):
-    """An engine that has drafted trees, and what the target says alone, by scenario."""
+    """An engine that drafts trees, and the outputs of the target alone, by scenario."""
 
     llm: LLM
     trees: KnownTrees
@@ -90,7 +90,7 @@ def compared(request: pytest.FixtureRequest, demo_pair: Any, few: list[str]) -> 
                 alone[name] = ALL[name](llm, few)
     spec = slem(demo_pair / "drafter", tree_nodes=8, verification=VERIFICATION[request.param])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scratch, "_SHARE", 2)  # so that small caches have scratch
+        patch.setattr(scratch, "_SHARE", 2)  # so that small KV caches have blocks for branches
         with engine(demo_pair / "target", spec, **limits) as llm:
             yield Compared(llm, KnownTrees(llm), known, alone)
 
@@ -112,7 +112,7 @@ def test_same_tokens_as_the_target_alone(compared: Compared, few: list[str]) -> 
 def test_log_probabilities_are_those_of_the_rows_on_the_way(
     compared: Compared, few: list[str]
 ) -> None:
-    """Of greedy requests with trees; without drafts first."""
+    """The second run drafts its known output in trees, and has the values of the first run."""
     params, told = greedy(logprobs=2, max_tokens=16), []
     for prompts in (few, few):
         with overheard(compared.llm) as known:
@@ -127,7 +127,7 @@ def test_log_probabilities_are_those_of_the_rows_on_the_way(
 
 
 def test_races_are_those_without_drafts(compared: Compared, few: list[str]) -> None:
-    """Under other rules random requests have no trees, whatever is drafted for them."""
+    """Only with `race` do sampled requests have trees. Other rules ignore the side branches."""
     raced = compared.trees.verification == "race"
     params = [
         SamplingParams(temperature=0.9, top_p=0.95, seed=seed, max_tokens=20) for seed in range(8)
@@ -148,7 +148,10 @@ def test_races_are_those_without_drafts(compared: Compared, few: list[str]) -> N
 def test_a_tree_that_is_void_on_the_device_emits_one_token(
     compared: Compared, few: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the device counts other tokens than the host has planned with."""
+    """Every second tree is disabled on the device.
+
+    This happens if the device counts other tokens than the host planned with.
+    """
 
     def laid_out(self: BranchSequences, is_tree: torch.Tensor) -> None:
         original(self, is_tree & (torch.arange(len(is_tree), device=is_tree.device) % 2 == 0))
@@ -223,7 +226,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> None:
-    """Each by other tokens than the target's, or by steps that lead nowhere."""
+    """A fault changes tokens, or prevents requests from finishing within 40 steps."""
     if "preemption" in compared.alone:
         pytest.skip("blocks of that size have been seen")
     if fault is no_clones and not compared.trees.v2:
@@ -238,22 +241,22 @@ def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> No
         for index, prompt in enumerate(few):
             engine.add_request(f"{fault.__name__} {index}", prompt, greedy())
         try:
-            for _ in range(40):  # more than the target alone needs
+            for _ in range(40):  # more steps than the target alone needs
                 for output in engine.step():
                     found[output.request_id.split()[1]] = list(output.outputs[0].token_ids)
-        except StopIteration:  # the walk is none of the tree; the engine has ended
+        except StopIteration:  # the accepted path is not in the tree; the engine has ended
             assert fault is FAULTS[-1]
             return
     assert found != alone
     engine.abort_request([f"{fault.__name__} {index}" for index in range(len(few))])
     engine.step()
-    compared.llm.reset_prefix_cache()  # what was written wrongly
+    compared.llm.reset_prefix_cache()  # it may contain wrong KV
 
 
 def test_an_untested_backend_gets_chains(
     demo_pair: Any, few: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many requests are served as ever."""
+    """The engine drafts chains, and the runner has no branches."""
     spec = slem(demo_pair / "drafter", tree_nodes=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "BACKENDS", ("ANOTHER",))

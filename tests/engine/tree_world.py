@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter of target tokens that drafts trees, without an engine: the target is the same model."""
+"""A toy drafter that drafts trees without an engine. The target is the same model."""
 
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
@@ -39,14 +39,14 @@ RECORDED = (1, 4, 16)
 
 
 class World:
-    """A drafter with trees or without.
+    """A drafter with all objects that a round of drafting needs.
 
     Args:
-        beside: Tokens of each row that it knows.
-        raced: Its tokens are raced for.
-        graphs: It runs by graphs.
-        recorded: Of so many requests.
-        ends: Tokens that nothing follows.
+        beside: Number of the likeliest tokens of each row that trees use.
+        raced: True if its tokens are sampled by races.
+        graphs: True if it runs simulated CUDA graphs.
+        recorded: Numbers of requests for which graphs exist.
+        ends: Tokens that end a text.
         spell: Target tokens of each drafter token, in races.
     """
 
@@ -104,12 +104,12 @@ class World:
     def draft(
         self, texts: dict[str, list[int]], control: LookaheadControl, *, paths: int = 1
     ) -> dict[str, Draft]:
-        """What is drafted behind the texts, before it is trimmed."""
+        """Return the drafts that follow the texts, before the controller trims them."""
         self.rounds.begin(self.tasks(texts, paths=paths), iter(()), control)
         return {draft.req_id: draft for draft in self.rounds.finish()}
 
     def rows(self, text: Sequence[int], tree: Draft) -> torch.Tensor:
-        """The model's rows behind a text and behind each node of a tree, [1 + n, V]."""
+        """Return the model's logits after a text and after each node of a tree, [1 + n, V]."""
         paths: list[list[int]] = []
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             paths.append([*(paths[parent] if parent >= 0 else []), token])
@@ -133,7 +133,10 @@ def step_of(
     *,
     raced: bool = False,
 ) -> StepView:
-    """A step behind which the texts stand, so many of their tokens new."""
+    """Return the view of a step after which the requests have these texts.
+
+    `news` contains the number of new tokens of each request; the default is 1.
+    """
     news, drafted = news or {}, drafted or {}
     requests = [
         RequestView(
@@ -155,7 +158,7 @@ def controlled(
     *,
     can_stop_early: bool = False,
 ) -> tuple[LookaheadControl, TreePolicy]:
-    """The statistics are the controller's attribute `branches`, if it has one."""
+    """Return both controls of a step. Statistics come from `controller.branches`, if it exists."""
     branches = getattr(controller, "branches", None)
     trees = TreePolicy(values or TreeValues.unknown(), branches, DraftStats())
     return LookaheadControl(controller, can_stop_early=can_stop_early, policy=trees), trees
@@ -170,7 +173,7 @@ def planned(step: StepView, controller: Controller | None = None) -> LookaheadCo
 
 
 def emitted(world: World, text: list[int], draft: Draft, number: int) -> list[int]:
-    """What the target, which is the drafter, emits of a draft."""
+    """Return the tokens that the target emits for a draft. The target is the drafter's model."""
     rows = world.rows(text, draft)
     tokens = torch.tensor([text[-1], *draft.tokens])
     batch, best = TreeBatch.of(tokens, [draft.parents]), rows.argmax(-1)

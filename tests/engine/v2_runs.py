@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `test_runner_v2.py` has run in a process of Model Runner V2."""
+"""Run scenarios on Model Runner V2, as a child process of `test_runner_v2.py`."""
 
 import json
 import sys
@@ -12,17 +12,17 @@ from scenarios import ROOMY, TIGHT, Run, Scenario, generate, greedy, run_all
 from vllm_hetero_spec.engine.seam import async_scheduling
 
 STAGED = "identity, ahead, in stages"
-WAYS = {  # by release: that of today's users runs as they have it
+WAYS = {  # by release of vLLM
     "installed": ("alone", "pair", "pair, ahead", "identity, ahead"),
     "0.33": ("alone", "pair, ahead", STAGED),
 }
-# All in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
-LEFT_OUT = ("batch 1", "batch 32", "common prefix")  # more of the same, and too long
+# All run in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
+LEFT_OUT = ("batch 1", "batch 32", "common prefix")  # similar to the others, and too long
 SOME = {name: run for name, run in (ROOMY | TIGHT).items() if name not in LEFT_OUT}
 
 
 def run_way(way: str, demo: Path, prompts: list[str], some: Mapping[str, Scenario] = SOME) -> Run:
-    """scenario -> token ids, and what the counters gained meanwhile."""
+    """Return token ids and counter increments by scenario."""
     name, _, ahead = way.partition(", ")
     async_scheduling.platform_can = lambda: bool(ahead)
     drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[name]
@@ -32,7 +32,7 @@ def run_way(way: str, demo: Path, prompts: list[str], some: Mapping[str, Scenari
 
 
 def calibrated(demo: Path, prompts: list[str]) -> Run:
-    """An engine that times both models at start-up, and is scheduled ahead."""
+    """Run an engine with asynchronous scheduling that times both models at start-up."""
     spec = slem(demo / "drafter", controller="goodput")
     with engine(demo / "target", spec, max_num_seqs=4) as llm:
         return {"batch 8": (generate(llm, prompts, greedy()), {})}

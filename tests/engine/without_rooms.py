@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run pytest while modules of optional features are empty: `without_rooms.py ROOM[,ROOM] ARGS...`.
 
-Each name of such a module is a class that makes None. So the lines that compose the feature run and
-do nothing, and code that needs the feature fails.
+Each name in such a module is a class whose constructor returns None. The lines that compose the
+feature then run without effect, and code that needs the feature fails.
 """
 
 import sys
@@ -23,7 +23,7 @@ class _Anything(type):
 
 
 class Absent(metaclass=_Anything):
-    """In the place of all that an empty module should have, submodules too."""
+    """Stands in for every name of an empty module, and for its submodules."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return None
@@ -39,7 +39,7 @@ class EmptyModule(ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds the modules of some rooms, and makes them empty."""
+    """Finds the modules of some rooms, and loads each as an empty module."""
 
     def __init__(self, rooms: Sequence[str]) -> None:
         self._rooms = tuple(f"vllm_hetero_spec.{room}" for room in rooms)

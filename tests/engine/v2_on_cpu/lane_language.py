@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels find in `triton.language`, for all programs of a launch at once."""
+"""Functions of `triton.language` in numpy, for all programs of a launch at once."""
 
 from typing import Any
 
@@ -16,21 +16,21 @@ def _reduced(x: Value, axis: int | None) -> tuple[np.ndarray, int]:
 
 
 class Language:
-    """What stands for `triton.language` in kernels, for some programs of a launch at a time.
+    """Replaces `triton.language` in kernels, and runs some programs of a launch at once.
 
     Attributes:
-        stored: What a launch has stored so far: addresses, what was there before, and a mask.
+        stored: All stores of a launch so far: addresses, previous values, mask.
     """
 
     def __init__(self) -> None:
         self.stored: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def begin(self, grid: tuple[int, ...], programs: np.ndarray) -> None:
-        """Work for some programs, by their numbers, of a grid."""
+        """Select the programs to run, as flat indices into the grid."""
         self._grid, self._places = grid, np.unravel_index(programs, grid)
 
     def take_back(self, since: int = 0) -> None:
-        """Undo all stores but the first."""
+        """Undo all stores except the first `since`."""
         while len(self.stored) > since:
             MEMORY.store(*self.stored.pop())
 
@@ -92,7 +92,7 @@ class Language:
         self._atomic(MEMORY.RMW_OP.OR, pointer, value, mask)
 
     def range(self, *bounds: Any, **_: Any) -> Any:
-        """Of as many steps in all programs; from where may differ."""
+        """Return a loop with the same number of steps in all programs; starts may differ."""
         if not any(isinstance(bound, Value) for bound in bounds):
             return range(*bounds)
         start, stop, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
@@ -182,4 +182,4 @@ class Language:
 
     @staticmethod
     def debug_barrier() -> None:
-        """Each operation is over in all programs before the next."""
+        """Do nothing, because each operation ends in all programs before the next one begins."""

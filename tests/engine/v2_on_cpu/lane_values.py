@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and addresses of a kernel, in all programs of a launch, with the types of Triton."""
+"""Numbers and addresses of a kernel in all programs of a launch, with Triton's types."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +12,18 @@ ADDRESS = np.dtype(np.uint64)
 
 
 class Unknown(Exception):
-    """A kernel needs what only Triton's interpreter can do."""
+    """Raised if a kernel needs an operation that only Triton's interpreter has."""
 
 
 class Parting(Exception):
-    """Programs go different ways: `keys` [programs] says which."""
+    """Raised if programs take different branches; `keys` [programs] contains each one's branch."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.keys = keys
 
 
 def dtype_of(ty: Any) -> tuple[np.dtype, np.dtype | None]:
-    """numpy's type for a type of Triton's, and what it points to."""
+    """Return numpy's type for a Triton type; for a pointer, also the type of its elements."""
     if isinstance(ty, tl.pointer_type):
         return ADDRESS, dtype_of(ty.element_ty)[0]
     if ty in (tl.bfloat16, tl.float16) or ty.is_fp8():
@@ -32,11 +32,11 @@ def dtype_of(ty: Any) -> tuple[np.dtype, np.dtype | None]:
 
 
 class Value:
-    """What a variable is in all programs.
+    """The values of one variable in all programs.
 
     Attributes:
-        data: [programs, *shape], or [1, *shape] where it is the same in all.
-        points: What an address points to; None for numbers.
+        data: [programs, *shape], or [1, *shape] if it is the same in all programs.
+        points: Type of the elements that an address points to; None for numbers.
     """
 
     __slots__ = ("data", "points")
@@ -60,7 +60,7 @@ class Value:
         return Value(self.data[(slice(None), *key)], self.points)
 
     def _alike(self) -> Any:
-        """The value where it is the same in all programs."""
+        """Return the value if it is the same in all programs, or raise `Parting`."""
         if self.data.ndim != 1:
             raise Unknown("a block decides")
         if (self.data != self.data[0]).any():
@@ -137,7 +137,10 @@ for _name, _operation in {
 
 
 def value_of(x: Any, like: Value | None = None) -> Value:
-    """Of a number; of the type of another value where that is of its kind or higher."""
+    """Return the `Value` of a number.
+
+    It has the type of `like` if that type is of the same kind or a higher one.
+    """
     if isinstance(x, Value):
         return x
     if isinstance(x, tl.constexpr):
@@ -163,7 +166,7 @@ def _kind(dtype: np.dtype) -> int:
 
 
 def common(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Both in the type that Triton computes in, and of dimensions that go together."""
+    """Convert both to the type in which Triton computes, and align their dimensions."""
     a, b = (
         value_of(a, b if isinstance(b, Value) else None),
         value_of(b, a if isinstance(a, Value) else None),
@@ -174,14 +177,14 @@ def common(a: Any, b: Any) -> tuple[np.ndarray, np.ndarray]:
             to = max((d for d in (one, two) if d.kind == "f"), key=lambda d: d.itemsize)
         elif "b" in (one.kind, two.kind):
             to = two if one.kind == "b" else one
-        else:  # of one size, the unsigned one
+        else:  # the larger one; at equal size, the unsigned one
             to = max(one, two, key=lambda d: (d.itemsize, d.kind == "u"))
         return aligned(a.data.astype(to), b.data.astype(to))
     return aligned(a.data, b.data)
 
 
 def aligned(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A number for each program beside a block for each."""
+    """Reshape so that one number for each program broadcasts over the block of that program."""
     if a.ndim != b.ndim:
         if 1 not in (a.ndim, b.ndim):
             raise Unknown("blocks of different dimensions")
@@ -193,7 +196,7 @@ def aligned(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def operate(operation: Callable[..., np.ndarray], a: Any, b: Any) -> Value:
-    """One of numpy's operations, on both in the type that Triton computes in."""
+    """Apply an operation of numpy to both in the type in which Triton computes."""
     one, two = common(a, b)
     if one.dtype.kind == "b" and operation in (np.add, np.subtract, np.multiply):
         raise Unknown("arithmetic of truth values")

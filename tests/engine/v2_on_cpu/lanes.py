@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Triton's kernels in numpy, all programs of a launch at once.
+"""Run Triton's kernels in numpy, all programs of a launch at once.
 
-Triton's own interpreter runs one program after the other, at some 50 us for each operation. Here a
-value holds what it is in every program, in its first dimension, and an operation is one of numpy's.
-Where programs part (an `if` that only some take, loops of different lengths) what they have stored
-is taken back, and each part of them begins anew. What is not known here is left to Triton's
-interpreter (`UNKNOWN`). With V2_CHECK=1 it runs every launch too, and both must store the same.
+Triton's own interpreter runs one program after the other, at about 50 us for each operation. Here
+the first dimension of a value is the program, and an operation is one of numpy's. If programs take
+different branches or loop lengths, their stores are undone and each group runs again.
+
+Triton's interpreter runs kernels that need other operations (`UNKNOWN`). With V2_CHECK=1 it also
+runs every launch, and both must store the same values.
 """
 
 import functools
@@ -24,16 +25,17 @@ from triton.runtime import interpreter
 from triton.runtime.jit import _normalize_ty
 
 LANES = Language()
-UNKNOWN: dict[str, str] = {}  # kernels that are left to Triton's interpreter, and why
+UNKNOWN: dict[str, str] = {}  # kernels that Triton's interpreter runs -> reason
 _left_to_triton = interpreter.InterpretedFunction.run
-# With V2_CHECK=1: where Triton's interpreter has stored in a launch, and how many were compared.
+# With V2_CHECK=1: addresses that Triton's interpreter stored to in this launch, and the number of
+# compared launches by kernel.
 CHECKED = os.environ.get("V2_CHECK") == "1"
 TOUCHED: list[tuple[np.ndarray, np.dtype]] = []
 COMPARED: Counter[str] = Counter()
 
 
 class _Device:
-    """A function that kernels call."""
+    """A Triton function that kernels call."""
 
     def __init__(self, function: interpreter.InterpretedFunction) -> None:
         self._function = function
@@ -44,7 +46,7 @@ class _Device:
 
 @functools.cache
 def _in_lanes(function: types.FunctionType) -> types.FunctionType:
-    """The function, with LANES where it looks for Triton."""
+    """Return a copy of the function whose global `triton.language` is `LANES`."""
     scope = dict(function.__globals__) | {"range": LANES.range}
     for name, held in function.__globals__.items():
         if held is tl:
@@ -62,7 +64,7 @@ def _in_lanes(function: types.FunctionType) -> types.FunctionType:
 
 @functools.cache
 def _signature(function: types.FunctionType) -> tuple[inspect.Signature, set[str]]:
-    """How it is called, and which arguments stay what they are."""
+    """Return the signature, and the names of the `constexpr` arguments."""
     given = inspect.get_annotations(function)
     constants = {name for name, ty in given.items() if _normalize_ty(ty) == "constexpr"}
     return inspect.signature(function), constants
@@ -92,7 +94,7 @@ def _go(function: Callable, values: dict[str, Any], grid: tuple, programs: np.nd
 def _all_lanes(
     kernel: interpreter.InterpretedFunction, args: Sequence[Any], kwargs: dict, grid: Any
 ) -> None:
-    """A launch; what it stored is in `LANES.stored`."""
+    """Run all programs of a launch. Its stores are in `LANES.stored`."""
     signature, constants = _signature(kernel.fn)
     bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
     bound.apply_defaults()
@@ -110,7 +112,7 @@ def _all_lanes(
 def _run(
     self: interpreter.InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
 ) -> None:
-    """In place of `InterpretedFunction.run`."""
+    """Replacement for `InterpretedFunction.run`."""
     name, ours = self.__name__, None
     if name not in UNKNOWN:
         try:
@@ -133,7 +135,7 @@ def _run(
 
 
 def _contents(touched: Iterable[tuple[np.ndarray, np.dtype]]) -> dict[int, tuple]:
-    """Size of a number in bytes -> the addresses of such, and what lies there."""
+    """Return, by element size in bytes, the sorted addresses and their present contents."""
     sizes: dict[int, list[np.ndarray]] = {}
     for where, dtype in touched:
         sizes.setdefault(dtype.itemsize, []).append(where)
@@ -146,7 +148,7 @@ def _contents(touched: Iterable[tuple[np.ndarray, np.dtype]]) -> dict[int, tuple
 
 
 class _Recorded:
-    """The memory of Triton's interpreter."""
+    """The memory of Triton's interpreter, which also records stores in `TOUCHED`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(MEMORY, name)
@@ -161,7 +163,7 @@ class _Recorded:
 
 
 def install() -> None:
-    """Run launches in lanes from now on."""
+    """Make all later launches in this process run in numpy."""
     interpreter.InterpretedFunction.run = _run
     if CHECKED:
         interpreter._interpreter = _Recorded()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model Runner V2 without a GPU: with this folder on PYTHONPATH and TRITON_INTERPRET=1.
 
-V2 needs Triton, which has no backend for CPUs in any package index. Its interpreter can run V2's
-kernels, slowly, and `lanes.py` does the same for all programs of a launch at once: vLLM only has to
-be told that there is a backend. With V2_AHEAD=1 engines of ours are scheduled ahead, as on a GPU.
+V2 needs Triton, which has no published backend for CPUs. Triton's interpreter runs V2's kernels
+slowly; `lanes.py` runs all programs of a launch at once. This file registers a fake backend.
+With V2_AHEAD=1, engines with this plugin use asynchronous scheduling, as on a GPU.
 """
 
 import gc
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class _Loaded(importlib.abc.MetaPathFinder):
-    """Has a module loaded with other values of its own."""
+    """Import hook that overrides some values of one module when it is loaded."""
 
     def __init__(self, module: str, **values: Any) -> None:
         self._module, self._values = module, values
@@ -40,7 +40,7 @@ class _Loaded(importlib.abc.MetaPathFinder):
 
 
 def _masks_are_bools(store: Any) -> Any:
-    """`store` of the interpreter, which refuses some masks that compiled kernels take."""
+    """Wrap the interpreter's `store`, which refuses some masks that compiled kernels accept."""
 
     def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, policy: Any) -> Any:
         mask.data = mask.data.astype(bool)
@@ -49,7 +49,7 @@ def _masks_are_bools(store: Any) -> Any:
     return create_masked_store
 
 
-gc.set_threshold(100_000, 50, 1000)  # as in `any_process`, whose place this takes
+gc.set_threshold(100_000, 50, 1000)  # as in `any_process`, whose file this one replaces
 if os.environ.get("TRITON_INTERPRET") == "1":
     import lanes
     from triton.backends import backends
