@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "1200"))
 FEW_SAMPLES = 300  # per setting, without --full
 SETTINGS = {
-    "is_greedy": Setting(0.8, top_k=3),
+    "cold": Setting(0.8, top_k=3),
     "nucleus": Setting(1.0, top_p=0.8),
     "hot": Setting(1.0),
 }
@@ -212,12 +212,12 @@ def test_rows_of_a_round_are_bounded(chain_pair: Path, monkeypatch: pytest.Monke
     """
     width = json.loads((chain_pair / "target" / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(token_map, "_MOST_BYTES", 12 * 4 * (width + 1))
-    hot, is_greedy = (
+    hot, cold = (
         SamplingParams(temperature=heat, max_tokens=24, ignore_eos=True) for heat in (1.0, 0.0)
     )
     with engine(chain_pair / "target", slem(chain_pair / "drafter", 4, method="tli")) as llm:
         drafted = []
-        for params in (hot, is_greedy):
+        for params in (hot, cold):
             before = metrics_of(llm)
             llm.generate([PROMPT] * 6, params, use_tqdm=False)
             gained = {name: value - before[name] for name, value in metrics_of(llm).items()}
