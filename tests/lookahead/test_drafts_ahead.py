@@ -20,7 +20,7 @@ class Seen(NamedTuple):
     """Results of the second half of all steps.
 
     Attributes:
-        on: Share of steps with drafts, without probes.
+        on: Share of steps for which drafts were planned, probes excluded.
         waited: Share of steps in which the target waited for a draft.
         gain: Speed relative to the target alone.
     """
@@ -188,7 +188,7 @@ def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
     hit = (0, 0, 0, 1, 2, 3, None)
     few = guesses(0.002, hit)
     assert few > 0
-    # Each line has time for two tokens. The first one is for the target's own token.
+    # Each line has time for two drafter steps. The first one is for the target's own token.
     assert 2 * 0.002 * (1 + few) < TARGET
     assert guesses(0.002, hit, drafting=4) < few
     assert guesses(0.002, hit, each=4.0) < few

@@ -148,7 +148,7 @@ def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
 
 
 def test_a_machine_that_works_in_tiles() -> None:
-    """In a tile of eight rows only the first row costs time. Drafts must not end before it."""
+    """In a tile of eight rows only the first one costs time. Drafts must not end before it."""
     on = machine(lambda rows: 0.04 + 0.012 * math.ceil(rows / 8), 0.08)
     phase = Phase(4, 10.0, Text(0.9, 0.3, 0.6), on)
     best = best_fixed(on, phase.text, phase.batch)

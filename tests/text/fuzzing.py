@@ -272,9 +272,9 @@ def explain_difference(
 ) -> bool:
     """Check ids that differ from those of the whole text: each piece must be the drafter's own.
 
-    The ids between two cuts are the drafter's encoding of the text at the time of the second cut. A
-    cut was made only if the ids on both sides of it were then those of the uncut text. So ids
-    differ only because the drafter encodes a longer text differently before the cut.
+    The ids between two cuts are the drafter's encoding of the text at the time of the second cut.
+    Unless it was forced, a cut was made only if the uncut text then had the same ids. So ids differ
+    only because the drafter encodes the part before the cut differently in a longer text.
 
     Returns True if a forced cut lies at a place that normalization crosses. This is allowed if the
     text has no better place nearby. Examples are a run of combining marks, and a word of a

@@ -109,7 +109,7 @@ def test_of_equal_target_tokens_never_emitted_the_smallest() -> None:
 
 
 def test_a_token_the_target_would_split_is_itself() -> None:
-    """Therefore `kappa` covers at least as much probability as the intersection."""
+    """A common token is its own row, so `kappa` covers at least what the intersection covers."""
     target = toy([b"a", b"b", b"abb"])
     assert target.encode("abb") == [0, 1, 1]
     assert rows_of(build_maps(target, toy([b"abb", b"ab"]))) == [[2], [0, 1]]
