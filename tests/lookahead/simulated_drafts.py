@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are not there: how likely each drafted token is accepted, and how sure the drafter is.
+"""Simulated texts: acceptance probability and confidence of each draft token.
 
-`SimulatedDrafts` are drawn beforehand, so that every rule for stopping can be tried exactly.
+`SimulatedDrafts` are sampled in advance, so that all stopping rules are evaluated on the same ones.
 """
 
 import math
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BLOCK = 1024  # drafts that are drawn at a time
+_BLOCK = 1024  # drafts that are sampled at a time
 
 
 class SimulatedDrafts(NamedTuple):
-    """Drafts with everything that can happen to them, [drafts, depth] each.
+    """Drafts, as arrays of shape [drafts, depth].
 
     Attributes:
-        accepted: Probability that a token is accepted if all before it were.
-        confidence: What the drafter says before it draws the token.
-        best_guess: Probability of acceptance given the confidence: the best anyone can know.
+        accepted: Probability that a token is accepted if all tokens before it were.
+        confidence: The drafter's confidence before it samples the token.
+        best_guess: Acceptance probability given the confidence: the best possible prediction.
     """
 
     accepted: np.ndarray
@@ -29,14 +29,14 @@ class SimulatedDrafts(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """Easy and hard tokens mixed, and a drafter that knows only roughly which is which.
+    """A mixture of easy and hard tokens, and a drafter with a noisy confidence.
 
     Attributes:
-        easy: Acceptance of an easy token.
-        hard: Acceptance of a hard one.
+        easy: Acceptance rate of easy tokens.
+        hard: Acceptance rate of hard tokens.
         share: Share of easy tokens.
-        noise: Standard deviation of the confidence's logit around that of the acceptance.
-        bias: Its mean: above 0 the drafter is too sure of itself.
+        noise: Standard deviation of the logit of the confidence minus that of the acceptance rate.
+        bias: Mean of that difference. Above 0 the drafter is overconfident.
     """
 
     easy: float = 0.95
@@ -46,7 +46,7 @@ class Text:
     bias: float = 0.0
 
     def draw(self, drafts: int, depth: int, generator: np.random.Generator) -> SimulatedDrafts:
-        """Independent drafts."""
+        """Return independent drafts."""
         is_easy = generator.random((drafts, depth)) < self.share
         accepted = np.where(is_easy, self.easy, self.hard)
         seen = np.where(is_easy, self._seen(self.easy), self._seen(self.hard))
@@ -57,7 +57,7 @@ class Text:
         return math.log(rate / (1 - rate)) + self.bias
 
     def _best_guess(self, seen: np.ndarray) -> np.ndarray:
-        """Bayes' rule: acceptance given the confidence's logit."""
+        """Return the acceptance rate given the logit of the confidence, by Bayes' rule."""
         easy, hard = (
             part * np.exp(-0.5 * ((seen - self._seen(rate)) / self.noise) ** 2)
             for part, rate in ((self.share, self.easy), (1 - self.share, self.hard))
@@ -67,12 +67,12 @@ class Text:
 
 
 class DraftStream:
-    """The drafts of a text in the order in which `run` meets them: the same for any controller.
+    """Drafts of a text in the order in which `run` uses them, the same for every controller.
 
     Args:
-        text: Where they come from.
-        depth: Tokens of each.
-        seed: The run's.
+        text: Source of the drafts.
+        depth: Tokens of each draft.
+        seed: Seed of the run.
     """
 
     def __init__(self, text: Text, depth: int, seed: int) -> None:
@@ -81,7 +81,7 @@ class DraftStream:
         self._left = text.draw(0, depth, self._generator)
 
     def take(self, count: int) -> SimulatedDrafts:
-        """The next so many."""
+        """Return the next `count` drafts."""
         while len(self._left.accepted) < count:
             more = self._text.draw(_BLOCK, self._depth, self._generator)
             self._left = SimulatedDrafts(*map(np.concatenate, zip(self._left, more, strict=True)))
@@ -91,11 +91,11 @@ class DraftStream:
 
 
 def survival_rule(drafts: SimulatedDrafts, threshold: float) -> np.ndarray:
-    """Go on while the next token is likely enough to count, given all confidences so far."""
+    """Continue while the next token is likely enough to be accepted, given all confidences."""
     mean = float(drafts.best_guess.mean())
     return np.cumprod(drafts.best_guess, axis=1) * mean >= threshold
 
 
 def confidence_rule(drafts: SimulatedDrafts, threshold: float) -> np.ndarray:
-    """Go on while the drafter's confidence is high, whatever came before."""
+    """Continue while the confidence of the last token is high, regardless of earlier tokens."""
     return drafts.confidence >= threshold

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine and a clock that are not there, to see what a controller would make of them.
+"""Simulated machines and a simulated clock, on which a controller serves a load.
 
-A `Machine` says what steps cost; `run` lets a controller serve a load of a `Text` on it, through
-the interface that an engine uses.
+A `Machine` contains the costs of steps. `run` serves a load of a `Text` on it. It uses the
+controller through the same interface as an engine.
 """
 
 import math
@@ -15,7 +15,7 @@ from simulated_drafts import DraftStream, SimulatedDrafts, Text
 
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
 
-Seconds = Callable[[int], float]  # of a size: rows, or requests
+Seconds = Callable[[int], float]  # by number of rows or requests
 
 
 class Clock:
@@ -30,17 +30,17 @@ class Clock:
 
 @dataclass(frozen=True)
 class Machine:
-    """What steps cost, in seconds.
+    """Costs of steps, in seconds.
 
     Attributes:
-        target: Of a target step, by rows.
-        drafter: Of a drafter step, by requests.
-        overhead: Of a round of drafting, by requests.
-        catch_up: Of a context token that the drafter has to read.
+        target: Cost of a target step, by rows.
+        drafter: Cost of a drafter step, by requests.
+        overhead: Cost of a round of drafting beside its steps, by requests.
+        catch_up: Cost of a context token that the drafter must read.
         noise: Standard deviation of the logarithm of every measurement.
-        wander: The same of the machine's speed, which changes for all steps alike.
-        calm: Seconds after which the speed has mostly forgotten what it was.
-        buckets: Lengths that drafts are filled up to, all of a step alike; none where they are not.
+        wander: Standard deviation of the logarithm of the machine's speed, common to all steps.
+        calm: Time constant of the changes of speed, in seconds.
+        buckets: Lengths to which all drafts of a step are padded; empty if they are not padded.
     """
 
     target: Seconds
@@ -53,7 +53,7 @@ class Machine:
     buckets: tuple[int, ...] = ()
 
     def rows(self, lengths: Sequence[int], longest: int) -> int:
-        """Of a target step that verifies drafts of such lengths; they were to have `longest`."""
+        """Return the rows of a target step for drafts of these lengths, planned with `longest`."""
         if not self.buckets:
             return len(lengths) + sum(lengths)
         return len(lengths) * (1 + next(bucket for bucket in self.buckets if bucket >= longest))
@@ -61,17 +61,17 @@ class Machine:
 
 @dataclass
 class Outcome:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
-        tokens: Emitted, in expectation over the verification: less noisy than what was drawn.
-        seconds: Simulated, at the machine's usual speed.
-        probing: Seconds lost by probes against plain steps.
-        probes: Steps that probed.
-        steps: Target steps.
-        alone: Seconds the target alone would have taken for as many tokens at the same batch.
-        switches: Times at which the regime changed.
-        lookaheads: Steps by the longest lookahead planned; probes count as 0.
+        tokens: Expected number of emitted tokens, which is less noisy than the sampled number.
+        seconds: Simulated seconds at the machine's usual speed.
+        probing: Seconds lost by probes, compared with steps without drafts.
+        probes: Number of probes.
+        steps: Number of target steps.
+        alone: Seconds that the target alone would take for as many tokens at the same batch.
+        switches: Times at which the regime changed, and the new regimes.
+        lookaheads: Number of steps by longest planned lookahead. Probes count as 0.
     """
 
     tokens: float = 0.0
@@ -90,16 +90,16 @@ class Outcome:
 
     @property
     def speedup(self) -> float:
-        """Over the target alone."""
+        """Speed relative to the target alone."""
         return self.alone / self.seconds
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a load: so many requests of one kind at a time, for so many seconds.
+    """A part of a load: `batch` requests of one kind at a time, for `seconds` seconds.
 
     Attributes:
-        prompt: Tokens that the drafter has to read of each request that is new in it.
+        prompt: Tokens that the drafter must read of each request that begins in this phase.
     """
 
     batch: int
@@ -122,12 +122,12 @@ def run(
     """Serve a load.
 
     Args:
-        controller: Reads `clock`, if any.
-        clock: Set forward by what the steps cost.
-        phases: One after the other.
-        limit: Longest draft.
-        seed: Of everything random.
-        can_stop_early: Ask `continue_drafting` between drafter steps.
+        controller: If it needs the time, it must read `clock`.
+        clock: Advanced by the costs of the steps.
+        phases: Parts of the load, one after the other.
+        limit: Longest draft, in tokens.
+        seed: Seed of all random numbers.
+        can_stop_early: Call `continue_drafting` between drafter steps.
     """
     generator = np.random.default_rng([seed, 0])
     outcome = Outcome()
@@ -145,7 +145,7 @@ def run(
 
 
 class _Server:
-    """Steps of one phase."""
+    """Runs the steps of one phase."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Server:
         self._generator, self._can_stop_early = generator, can_stop_early
         self._slowness = 0.0  # logarithm
         self._usual = 0.0  # seconds since the step began, at the machine's usual speed
-        self._notes: list[Callable[[], None]] = []  # learnt behind a plan, as in an engine
+        self._notes: list[Callable[[], None]] = []  # observed after a plan, as in an engine
 
     def _learn(self) -> None:
         notes, self._notes = self._notes, []
@@ -171,7 +171,7 @@ class _Server:
         self._controller.refresh_forecast()
 
     def step(self, pending: list[int], outcome: Outcome) -> None:
-        """One step; `pending` is what the drafter has yet to read of each request."""
+        """Run one step. `pending`: tokens of each request that the drafter has not read."""
         batch, began, self._usual = self._phase.batch, self._clock.now, 0.0
         random = self._phase.random
         buckets = self._phase.machine.buckets
@@ -195,7 +195,7 @@ class _Server:
                 found = length, accepted, draft, wanted, random
                 self._notes.append(partial(self._controller.observe_acceptance, *found))
             emitted += accepted + 1
-            pending[i] += 1  # the drafter has written what it drafted
+            pending[i] += 1  # the drafter has already read its own tokens
             tokens = 1 + float(np.cumprod(simulated.accepted[i, :length]).sum())
             outcome.tokens += tokens
             outcome.alone += tokens * self._phase.machine.target(batch) / batch
@@ -215,7 +215,7 @@ class _Server:
     def _draft(
         self, plan: LookaheadPlan, simulated: SimulatedDrafts, pending: list[int]
     ) -> list[list[float]]:
-        """The round of drafting: confidences of what each request was proposed."""
+        """Run a round of drafting. Return the confidences of each request's draft tokens."""
         machine = self._phase.machine
         active = [i for i, wanted in enumerate(plan.lookahead) if wanted]
         drafts: list[list[float]] = [[] for _ in plan.lookahead]
@@ -249,7 +249,7 @@ class _Server:
         return drafts
 
     def _spend(self, seconds: float) -> float:
-        """Let time pass, a little more or less than it should."""
+        """Advance the clock by `seconds` with noise. Return the measured seconds."""
         machine, generator = self._phase.machine, self._generator
         if machine.noise:
             seconds *= math.exp(machine.noise * generator.standard_normal())
@@ -267,7 +267,7 @@ class _Server:
 
 
 def static_rate(text: Text, machine: Machine, batch: int, lookahead: int) -> float:
-    """Tokens per second of a fixed lookahead; 0 is the target alone."""
+    """Return the tokens per second of a fixed lookahead. 0 is the target alone."""
     rate = text.share * text.easy + (1 - text.share) * text.hard
     tokens = batch * sum(rate**j for j in range(lookahead + 1))
     seconds = machine.target(machine.rows([lookahead] * batch, lookahead))
@@ -277,12 +277,12 @@ def static_rate(text: Text, machine: Machine, batch: int, lookahead: int) -> flo
 
 
 def stopped_rate(simulated: SimulatedDrafts, machine: Machine, goes_on: np.ndarray) -> float:
-    """Tokens per second of one request under a rule for stopping.
+    """Return the tokens per second of one request with a stopping rule.
 
     Args:
         simulated: Drafts, one for each round.
-        machine: What steps cost; that of the target for one row, whatever it verifies.
-        goes_on: [drafts, depth], whether a further token is drafted behind each.
+        machine: Costs of steps. A target step costs as much as one row, whatever it verifies.
+        goes_on: [drafts, depth], True if another token is drafted after this one.
     """
     drafted = np.cumprod(np.hstack([np.ones((len(goes_on), 1)), goes_on[:, :-1]]), axis=1)
     tokens = 1 + (np.cumprod(simulated.accepted, axis=1) * drafted).sum(1)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance: unbiased although drafts end at the first rejection, calibrated, and up to date."""
+"""Estimates of acceptance rates: unbiased, calibrated and up to date.
+
+Verification ends at the first rejection, so the tokens after it are not tested.
+"""
 
 import math
 
@@ -13,7 +16,7 @@ TRUE = np.array([0.9, 0.6, 0.8, 0.4])
 
 
 def verify(generator: np.random.Generator, rates: np.ndarray, length: int) -> int:
-    """Leading tokens accepted."""
+    """Return the number of accepted tokens."""
     for position in range(length):
         if generator.random() >= rates[position]:
             return position
@@ -21,7 +24,7 @@ def verify(generator: np.random.Generator, rates: np.ndarray, length: int) -> in
 
 
 def test_censoring_does_not_bias() -> None:
-    """Deep positions are seen only behind accepted ones, and drafts have all lengths."""
+    """Late positions are tested only after accepted ones, and drafts have all lengths."""
     generator = np.random.default_rng(0)
     found, survival = [], []
     for _ in range(60):
@@ -32,13 +35,13 @@ def test_censoring_does_not_bias() -> None:
         found.append(rates.rates())
         survival.append(np.cumprod(rates.rates()))
     error = np.std(found, axis=0) / math.sqrt(len(found))
-    # The prior leaves a few tests' worth of bias, most where tests are few.
+    # The prior counts as a few tests. Its bias is largest at positions with few tests.
     assert (np.abs(np.mean(found, axis=0) - TRUE) < 4 * error + [0.01, 0.01, 0.02, 0.05]).all()
     assert np.mean(survival, axis=0) == pytest.approx(np.cumprod(TRUE), abs=0.035)
 
 
 def test_counting_untested_positions_would_be_caught() -> None:
-    """Accepted over drafted, without regard to what was tested, is the survival, not the rate."""
+    """Negative oracle: accepted / drafted is the survival probability, not the acceptance rate."""
     generator = np.random.default_rng(0)
     accepted = [verify(generator, TRUE, 4) for _ in range(2000)]
     naive = np.mean([[a > j for j in range(4)] for a in accepted], axis=0)
@@ -66,7 +69,7 @@ def test_rates_follow_a_change(before: float, after: float) -> None:
 
 
 def test_depths_no_longer_drafted_are_forgotten() -> None:
-    """Some bad luck at depth two must not forbid it for ever."""
+    """A few rejections at the second position must not disable it forever."""
     rates = PositionRates(2)
     rates.observe([2] * 8, [1] * 8)
     unlucky = rates.rates()[1]
@@ -94,11 +97,11 @@ def test_ageing_keeps_the_rates_and_lets_news_count() -> None:
 
 
 class Binned:
-    """The other candidate: a rising map of bins, each with a discounted count."""
+    """Alternative to `Confidence`: a monotonic map of bins, each with a discounted count."""
 
     def __init__(self, bins: int = 12) -> None:
         self._edges = np.linspace(-3.0, 3.0, bins - 1)
-        self._tested = np.full(bins, 2.0)  # the prior: take the confidence at its word
+        self._tested = np.full(bins, 2.0)  # prior: the rate equals the confidence
         middles = np.concatenate([[-3.5], (self._edges[1:] + self._edges[:-1]) / 2, [3.5]])
         self._accepted = 2.0 / (1.0 + np.exp(-middles))
 
@@ -131,14 +134,14 @@ TEXTS = {
 
 
 def excess_loss(drafts: SimulatedDrafts, predicted: np.ndarray) -> float:
-    """Mean logarithmic loss above that of the best anyone can know."""
+    """Return the mean logarithmic loss minus that of the best possible prediction."""
     p, q = drafts.best_guess.ravel(), np.clip(predicted.ravel(), 1e-4, 1 - 1e-4)
     entropy = p * np.log(q) + (1 - p) * np.log(1 - q) - p * np.log(p) - (1 - p) * np.log(1 - p)
     return float(-entropy.mean())
 
 
 def losses(text: Text, tests: int, seed: int) -> tuple[float, float]:
-    """Excess loss of the regression and of the bins after so many tests."""
+    """Return the excess losses of the regression and of the bins after `tests` tests."""
     generator = np.random.default_rng(seed)
     confidence, binned = Confidence(), Binned()
     for _ in range(tests // 4):
@@ -157,14 +160,14 @@ def losses(text: Text, tests: int, seed: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("tests", "share"), [(8, 0.7), (24, 0.7), (96, 0.8)])
 def test_the_regression_is_the_better_map(tests: int, share: float) -> None:
-    """Why not bins: the loss is much lower while tests are few, over texts of all kinds."""
+    """With few tests, its mean loss over all texts is much lower than that of bins."""
     found = np.array([losses(text, tests, s) for text in TEXTS.values() for s in range(8)])
     ours, bins = found.mean(0)
     assert ours < share * bins
 
 
 def test_the_regression_is_no_worse_for_long() -> None:
-    """Bins win after many tests, by too little to matter."""
+    """After many tests bins are better, but by less than 0.01."""
     found = np.array([losses(text, 800, s) for text in TEXTS.values() for s in range(4)])
     ours, bins = found.mean(0)
     assert ours < bins + 0.01
@@ -185,7 +188,7 @@ def test_calibrated_after_some_hundred_tests(text: Text) -> None:
 
 
 def test_position_counts_where_it_matters() -> None:
-    """Deeper tokens are accepted less than their confidence says."""
+    """Later tokens are accepted less often than their confidence."""
     generator = np.random.default_rng(6)
     confidence = Confidence()
     for _ in range(400):
@@ -196,7 +199,7 @@ def test_position_counts_where_it_matters() -> None:
 
 
 def test_extremes_and_single_tokens() -> None:
-    """Confidences of 0 and 1 are harmless, and the scalar form is the same function."""
+    """Confidences of 0 and 1 are valid, and the scalar `chance` equals `predict`."""
     confidence = Confidence()
     for _ in range(100):
         confidence.observe([0.0, 1.0, 1.0], [0, 1, 2], [True, False, True])
@@ -232,7 +235,7 @@ def test_one_batch_of_surprises_does_not_run_away() -> None:
 
 @pytest.mark.parametrize(("extra", "each"), [(0.0, 1.0), (1.0, 0.7), (1.0, 2.5), (0.0, 0.4)])
 def test_steps_of_a_draft(extra: float, each: float) -> None:
-    """Drafter steps for target tokens, where a step may yield none or several."""
+    """A drafter step may yield no target token, or several."""
     steps = StepsOfDraft()
     assert steps.expected(4) == pytest.approx(4)
     for tokens in (2, 5, 3, 4, 1) * 40:
@@ -243,7 +246,7 @@ def test_steps_of_a_draft(extra: float, each: float) -> None:
 
 
 def test_steps_of_a_single_length() -> None:
-    """All drafts alike: right for that length, sensible for others."""
+    """If all drafts have one length, its estimate is right, and those of others are plausible."""
     steps = StepsOfDraft()
     for _ in range(100):
         steps.observe(4, 6)

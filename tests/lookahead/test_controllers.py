@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What controllers answer to single questions; how they fare over time is in test_goodput.py."""
+"""Single decisions of controllers. `test_goodput.py` tests their speed over time."""
 
 import math
 import subprocess
@@ -21,7 +21,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 def calibrated(
     drafter: float = 0.002, row: float = 0.0, catch_up: float | None = None
 ) -> CostModel:
-    """A target of 30 ms and a drafter step of `drafter` seconds."""
+    """Return costs of 30 ms for a target step and `drafter` seconds for a drafter step."""
     return CostModel(
         target=[(n, 0.03 + row * n) for n in SIZES],
         drafter=[(n, drafter) for n in SIZES],
@@ -30,7 +30,7 @@ def calibrated(
 
 
 def good_drafts(controller: Goodput, clock: Clock, rounds: int, batch: int = 1) -> None:
-    """Serve some rounds in which every token is accepted."""
+    """Run rounds in which every token is accepted."""
     for _ in range(rounds):
         plan = controller.plan(batch, [6] * batch)
         longest = max(plan.lookahead)
@@ -60,7 +60,7 @@ def test_the_target_alone_leaves_the_drafter_alone() -> None:
 
 
 def test_confidence_stop() -> None:
-    """The first token below the threshold is kept, and the last."""
+    """The first token below the threshold is kept, and ends the draft."""
     controller: Controller = ConfidenceStop(0.4, 5)
     assert controller.plan(2, [8, 2]).lookahead == (5, 2)
     assert controller.trim([[0.9, 0.4, 0.39, 0.9], [0.1, 0.9], [0.8, 0.9], []]) == [3, 1, 2, 0]
@@ -68,7 +68,10 @@ def test_confidence_stop() -> None:
 
 
 def test_steps_without_drafts_are_seen_however_much_drafts_seem_to_gain() -> None:
-    """Rarely: what is wrong about the target alone for certain would stay so for ever."""
+    """Some steps have no drafts, but only a few.
+
+    Without them, a wrong estimate of the target alone would never be corrected.
+    """
     clock = Clock()
     controller = Goodput(Estimates.of(calibrated(), 8), clock=clock)
     good_drafts(controller, clock, 100)
@@ -91,7 +94,10 @@ def test_limits_are_kept() -> None:
 
 
 def test_costs_first() -> None:
-    """Without calibration: a plain step, then few drafts of few requests, then as deep as pays."""
+    """Without calibration, the controller measures costs first.
+
+    The first step has no drafts, and the second one short drafts of few requests.
+    """
     clock = Clock()
     controller = Goodput(Estimates.of(CostModel(), 6), clock=clock)
     assert controller.regime == "measuring"
@@ -109,7 +115,7 @@ def test_costs_first() -> None:
 
 
 def test_off_and_on() -> None:
-    """A drafter as slow as the target is left alone; where it pays, it is used to the full."""
+    """A drafter as slow as the target is not used. A fast one drafts the whole lookahead."""
     clock = Clock()
     slow = Goodput(Estimates.of(calibrated(drafter=0.03), 6), clock=clock)
     slow.plan(1, [6])
@@ -130,7 +136,7 @@ def test_off_and_on() -> None:
 
 
 def test_a_new_batch_size_is_known_at_once() -> None:
-    """Rows are free for few requests and dear for many: no learning, no inertia."""
+    """Rows are free for few requests and expensive for many. The regime changes in one step."""
     costs = CostModel(
         target=[(n, max(0.03, 0.003 * n)) for n in SIZES], drafter=[(n, 0.002) for n in SIZES]
     )
@@ -143,7 +149,7 @@ def test_a_new_batch_size_is_known_at_once() -> None:
 
 
 def test_drafts_that_fall_short_count_for_what_they_are() -> None:
-    """The drafter ends after two tokens, whatever is asked: a longer lookahead gains nothing."""
+    """The drafter always ends after two tokens, so a longer lookahead gains nothing."""
     clock = Clock()
     controller = Goodput(Estimates.of(calibrated(drafter=0.006), 6), clock=clock)
     deep = 0
@@ -161,7 +167,7 @@ def test_drafts_that_fall_short_count_for_what_they_are() -> None:
 
 
 def test_a_costly_catch_up_is_weighed() -> None:
-    """Requests with a long unread context are left out where the gain does not pay for it."""
+    """A request with a long unread context gets no draft if its catch-up costs too much."""
     clock = Clock()
     controller = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-3), 4), clock=clock)
     good_drafts(controller, clock, 30, batch=4)
@@ -201,7 +207,7 @@ def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
 
 
 def test_between_drafter_steps() -> None:
-    """Going on is worth it behind sure tokens only, and nobody goes on beyond the longest draft."""
+    """Drafting continues only after likely tokens, and never beyond the longest draft."""
     clock = Clock()
     controller = Goodput(
         Estimates.of(calibrated(drafter=0.01), 6), can_stop_early=True, clock=clock
@@ -219,7 +225,7 @@ def test_between_drafter_steps() -> None:
 
 
 def test_confidences_may_be_unknown() -> None:
-    """None at all, or NaN for single tokens: the rates of positions stand in."""
+    """If confidences are missing or NaN, the acceptance rates of positions are used."""
     clock = Clock()
     controller = Goodput(Estimates.of(calibrated(), 6), clock=clock)
     for _ in range(100):
@@ -235,7 +241,7 @@ def test_confidences_may_be_unknown() -> None:
 
 
 def test_greedy_and_random_requests_are_told_apart() -> None:
-    """Equally sure drafts, of which the greedy requests' alone are accepted."""
+    """All drafts have the same confidence, but only those of greedy requests are accepted."""
     clock = Clock()
     controller = Goodput(Estimates.of(calibrated(drafter=1e-4, row=0.01), 6), clock=clock)
     kinds = [False, True]
@@ -264,7 +270,7 @@ def test_nothing_breaks_without_observations() -> None:
 
 
 def test_pure() -> None:
-    """Neither torch nor vLLM is needed, nor loaded."""
+    """The room imports neither torch nor vLLM."""
     modules = [f"{lookahead.__name__}.{info.name}" for info in iter_modules(lookahead.__path__)]
     assert "vllm_hetero_spec.lookahead.goodput" in modules
     lines = [f"import {module}" for module in modules]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs: exact where calibrated, rising everywhere, deaf to accidents, quick after real changes."""
+"""Estimates of costs: exact if calibrated, never falling, robust to outliers, quick to adapt."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_rises_with_rows_and_batch_whatever_was_measured(calibration: list, live
 
 
 def test_learns_a_curve_without_calibration() -> None:
-    """Known where it was measured, sensible one octave beyond."""
+    """The curve is accurate at measured sizes, and plausible at others."""
     generator = np.random.default_rng(0)
     model = CostModel()
     assert not model.knows_target
@@ -87,7 +87,7 @@ def test_one_measurement_gives_everything_a_scale() -> None:
 
 
 def test_a_pause_is_no_news() -> None:
-    """One step of 20 times the usual, as a pause or a prefill makes, hardly moves the estimate."""
+    """One step of 20 times the usual time, such as a pause or a prefill, changes little."""
     curve = CostCurve({0: points(ridge)})
     for _ in range(20):
         curve.observe(8, ridge(8))
@@ -111,7 +111,7 @@ def test_a_lasting_change_is_followed_within_ten_measurements(factor: float) -> 
 
 
 def test_a_cold_first_step_is_not_believed() -> None:
-    """Nor is it waited for where nothing else is known, nor doubted where it was quick."""
+    """It counts only if nothing else is known, or if it was fast."""
     costs = CostModel(target=points(affine))
     costs.observe_target(1, 3, 3 * affine(3))
     assert costs.target(1, 3) == pytest.approx(affine(3), rel=1e-6)
@@ -126,7 +126,7 @@ def test_a_cold_first_step_is_not_believed() -> None:
 
 
 def test_calibrated_neighbours_are_scaled_by_what_is_seen() -> None:
-    """The machine is slower than when it was calibrated: everywhere, not only where it was seen."""
+    """If a measured size is slower than in the calibration, the other sizes are scaled, too."""
     model = CostModel(target=points(affine))
     for _ in range(30):
         model.observe_target(4, 16, 1.5 * affine(16))
@@ -137,7 +137,7 @@ def test_calibrated_neighbours_are_scaled_by_what_is_seen() -> None:
 
 
 def test_plain_and_verifying_steps_are_told_apart() -> None:
-    """As many rows, but 30 % dearer where they verify drafts."""
+    """With the same number of rows, a step that verifies drafts costs 30 % more."""
     model = CostModel(target=points(affine))
     for _ in range(40):
         model.observe_target(8, 8, affine(8))
@@ -159,20 +159,20 @@ def test_the_price_of_a_row_is_the_slope() -> None:
 
 
 def test_a_dear_row_that_leads_to_cheap_ones_is_spread_over_them() -> None:
-    """Tiles of eight rows: the ninth costs 8 ms, and the next seven nothing."""
+    """Tiles of eight rows: the ninth row costs 8 ms, and the next seven cost nothing."""
     model = CostModel(target=[(n, 0.05 + 0.008 * ((n - 1) // 8)) for n in range(1, 33)])
     for _ in range(200):
         for rows in range(5, 33):
             model.observe_target(4, rows, 0.05 + 0.008 * ((rows - 1) // 8))
-    assert model.row(8, 4, 9) > 0.002  # nothing cheap behind it
+    assert model.row(8, 4, 9) > 0.002  # no cheap rows follow
     assert model.row(8, 4, 16) < 0.0012
     assert model.row(6, 4, 16) < 0.0003
     assert model.row(10, 4, 16) < 0.0003
-    assert model.row(20, 4, 16) < 0.0003  # further than was said
+    assert model.row(20, 4, 16) < 0.0003  # beyond the last row that was given
 
 
 def test_a_round_of_drafting() -> None:
-    """Steps, the work around them and a long catch-up are told apart."""
+    """The costs of steps, of the work around them and of a long catch-up are separate."""
     model = CostModel()
     assert not model.knows_drafter
     for steps in (2, 5, 3, 4) * 10:
@@ -189,7 +189,7 @@ def test_a_round_of_drafting() -> None:
 
 
 def test_long_catch_ups_do_not_pass_for_slow_steps() -> None:
-    """Nothing is known yet, and the first round reads a whole prompt."""
+    """If the first round reads a whole prompt, it gives no cost of a step."""
     model = CostModel()
     model.observe_drafting(1, 2, 1.0, fed=2000)
     assert not model.knows_drafter
@@ -205,7 +205,7 @@ def test_impossible_measurements_are_ignored(seconds: float) -> None:
 
 
 def test_what_sides_read_again_is_learnt_beside_rows() -> None:
-    """Steps with and without sides: each cost is found, and rows are not taken to cost more."""
+    """The cost of KV that branches read again is learnt apart from the cost of rows."""
     generator, model = np.random.default_rng(5), CostModel(target=points(affine))
     for number in range(300):
         rows, again = int(generator.integers(4, 40)), int(number % 3 > 0) * 3000

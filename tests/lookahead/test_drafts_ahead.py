@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts made ahead: what is not there counts, waiting has its price, and nothing is for free."""
+"""`goodput` with precomputed drafts: missing drafts, waiting for late ones, and guesses."""
 
 import random
 from typing import Any, NamedTuple
@@ -17,7 +17,13 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 class Seen(NamedTuple):
-    """Shares of the later half of all steps."""
+    """Results of the second half of all steps.
+
+    Attributes:
+        on: Share of steps for which drafts were planned, probes excluded.
+        waited: Share of steps in which the target waited for a draft.
+        gain: Speed relative to the target alone.
+    """
 
     on: float
     waited: float
@@ -27,9 +33,14 @@ class Seen(NamedTuple):
 def simulated(
     hits: float, accepts: float, drafter: float, steps: int = 600, late: float | None = None
 ) -> Seen:
-    """A request whose drafts are there with one probability, and accepted with another.
+    """Simulate one request.
 
-    Those that are waited for are accepted with a third, `late`, where that is given.
+    Args:
+        hits: Probability that a draft was precomputed.
+        accepts: Acceptance rate.
+        drafter: Seconds of a drafter step.
+        steps: Number of target steps.
+        late: Acceptance rate of drafts for which the target waited; None for `accepts`.
     """
     chance, now = random.Random(5), 0.0
     costs = CostModel(
@@ -93,12 +104,12 @@ def test_what_is_not_there_is_waited_for_where_that_is_cheap() -> None:
 
 
 def test_late_drafts_that_bring_less_than_others_are_waited_for_now_and_then() -> None:
-    """Where the drafter is surprised it knows little of what follows."""
+    """If the drafter did not foresee the target's token, its next drafts are often rejected."""
     worth = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800)
     poor = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800, late=0.1)
     assert worth.waited > 0.25 * worth.on
     assert 0 < poor.waited < 0.08 * poor.on
-    # As fast as where nobody waits, since drafts take so long that it is out of the question.
+    # As fast as without waiting, which a drafter step of 0.5 s rules out.
     assert poor.gain > 0.97 * simulated(hits=0.7, accepts=0.9, drafter=0.5, steps=1800).gain
 
 
@@ -108,14 +119,14 @@ def test_late_drafts_that_bring_less_than_others_are_waited_for_now_and_then() -
 def test_a_useless_drafter_ends_at_no_speculation(
     hits: float, accepts: float, drafter: float
 ) -> None:
-    """Wrong, or never there and too slow to be waited for."""
+    """Its drafts are wrong, or never precomputed and too slow to wait for."""
     seen = simulated(hits, accepts, drafter, steps=1200)
     assert seen.on < 0.05
     assert seen.gain > 0.98
 
 
 def let_some_be_tried(known: Estimates) -> None:
-    """So many drafts were not waited for that the next ones count as others do."""
+    """Record steps without waiting until late drafts are due, that is, treated like others."""
     while not known.acceptance.late.due:
         known.acceptance.late.decided(waits=False)
 
@@ -135,31 +146,34 @@ def policy_of(
 
 
 def test_nothing_is_waited_for_in_the_beginning() -> None:
-    """Drafts that are there for nothing show what the drafter is like; then some are tried."""
+    """The target does not wait for the first late drafts, and then tries some.
+
+    Precomputed drafts cost no waiting, so they show the acceptance rate first.
+    """
     policy = policy_of(0.001, begins=True)
     waits = [policy.wait([0], LONGEST, 1.0, 0)[0] for _ in range(60)]
     assert waits[:8] == [0] * 8
     assert 1 <= waits.count(LONGEST) <= 6
-    policy.came_late(LONGEST, LONGEST, False)  # the first one is seen
+    policy.came_late(LONGEST, LONGEST, False)  # the first late draft was verified
     assert [policy.wait([0], LONGEST, 1.0, 0)[0] for _ in range(9)] == [LONGEST] * 9
 
 
 def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
     cheap, seconds = policy_of(0.001).wait([0], LONGEST, 1.0, 0)
     assert cheap == LONGEST
-    # Never longer than all that such a draft brings: 0.7 + 0.7^2 + ... tokens, at 40 a second.
+    # At most the time that the draft gains: 0.7 + 0.7^2 + ... tokens, at 40 tokens per second.
     assert 0.001 * LONGEST < seconds == pytest.approx(1.773 / 40, rel=0.1)
     some, _ = policy_of(0.011).wait([0], LONGEST, 1.0, 0)
     assert 0 < some < LONGEST
     assert policy_of(0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)
-    assert policy_of(0.011).wait([0], LONGEST, 3.0, 0) == (0, 0.0)  # many tokens for one
-    assert policy_of(0.001).wait([0], LONGEST, 1.0, 100) == (0, 0.0)  # much to be read before
+    assert policy_of(0.011).wait([0], LONGEST, 3.0, 0) == (0, 0.0)  # 3 steps per token
+    assert policy_of(0.001).wait([0], LONGEST, 1.0, 100) == (0, 0.0)  # 100 unread tokens
     assert policy_of(0.001, rate=4000.0).wait([0], LONGEST, 1.0, 0) == (0, 0.0)
-    assert policy_of(0.001, row=0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)  # rows too dear
+    assert policy_of(0.001, row=0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)  # expensive rows
 
 
 def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
-    """Lines share the drafter's forwards: with more of them each is shorter."""
+    """Lines share the drafter's forwards, so with more lines each one is shorter."""
 
     def guesses(drafter: float, hits: tuple[int | None, ...] = (), **changes: Any) -> int:
         policy = policy_of(drafter)
@@ -170,14 +184,15 @@ def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
 
     assert guesses(0.0001) == 8  # all are done in time
     assert guesses(0.0001, most=0) == 0
-    assert guesses(0.02) == 0  # not even the chain alone would be
+    assert guesses(0.02) == 0  # not even the chain alone is done in time
     hit = (0, 0, 0, 1, 2, 3, None)
     few = guesses(0.002, hit)
     assert few > 0
-    assert 2 * 0.002 * (1 + few) < TARGET  # each has more than the target's own token
+    # Each line has time for two drafter steps. The first one is for the target's own token.
+    assert 2 * 0.002 * (1 + few) < TARGET
     assert guesses(0.002, hit, drafting=4) < few
     assert guesses(0.002, hit, each=4.0) < few
-    assert guesses(0.002, (0, 0, 0, 0, None), each=2.0) == 0  # none was ever hit
+    assert guesses(0.002, (0, 0, 0, 0, None), each=2.0) == 0  # no guess was ever hit
     assert guesses(0.002, (0, 1, 2, 3, 4, 5)) > few
 
 

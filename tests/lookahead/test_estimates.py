@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A later run begins where an earlier one ended, and learns anew where the text has changed."""
+"""Kept estimates: a later run begins with them, and learns again if the text has changed."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def calibrated(on: Machine) -> Estimates:
 
 
 def kept(known: Estimates) -> Estimates:
-    """As a later run reads it."""
+    """Return the estimates as a later run reads them."""
     return Estimates.from_dict(json.loads(json.dumps(known.to_dict())), LONGEST, TREE_PARTS)
 
 
@@ -58,7 +58,7 @@ def test_it_begins_with_the_lookahead_that_the_last_one_ended_with(target: str, 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_short_load_is_served_as_a_long_one(batch: int) -> None:
-    """What does not pay is left alone from the first step on; what does is done at once."""
+    """A useless drafter is not used from the first step on. A good one is used at once."""
     on = machine("cpu")
     for text, gains in ((USELESS, False), (GOOD, batch == 1)):
         known = calibrated(on)
@@ -75,7 +75,7 @@ def test_a_short_load_is_served_as_a_long_one(batch: int) -> None:
 
 
 def test_other_text_is_learnt_anew() -> None:
-    """Beliefs of thousands of drafts are outweighed within seconds."""
+    """New observations outweigh thousands of earlier drafts within seconds."""
     on = machine("gpu")
     for before, after, limit in ((GOOD, USELESS, 3.0), (USELESS, GOOD, 10.0)):
         known = calibrated(on)
@@ -98,7 +98,7 @@ def test_what_is_learnt_stays_the_same_but_for_its_weight() -> None:
         assert again.acceptance.rates(random) == expected
     assert again.steps.expected(4) == pytest.approx(known.steps.expected(4), rel=0.05)
     assert again.costs.target(4, 12) == pytest.approx(known.costs.target(4, 12), rel=0.01)
-    # So many tests are left that as many rejections halve a rate.
+    # At most 32 tests are kept, so that as many rejections halve a rate.
     assert 30 <= again.to_dict()["acceptance"]["greedy"]["by_position"]["tested"][0] <= 32
     assert len(again.to_dict()["acceptance"]["greedy"]["recent"]) == 32
     assert again.summary().startswith(f"{known.acceptance.drafts} drafts, acceptance 0.8")
@@ -107,7 +107,7 @@ def test_what_is_learnt_stays_the_same_but_for_its_weight() -> None:
 def spoilt(path: str, value: Any) -> dict[str, Any]:
     on = machine("gpu")
     known = calibrated(on)
-    TreeValues.of(known)  # which become a part
+    TreeValues.of(known)  # adds the part "trees"
     serve(known, Phase(1, 1.0, GOOD, on))
     saved: dict[str, Any] = json.loads(json.dumps(known.to_dict()))
     *folders, name = path.split(".")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On simulated machines: never slower than the target alone, as fast as the best fixed lookahead.
+"""`goodput` on simulated machines, compared with the target alone and the best fixed lookahead.
 
-Runs take ten simulated seconds, learning and probing included; measurements have noise of 5 %.
+Most runs take ten simulated seconds, including learning and probing. Measurements have 5 % noise.
 """
 
 import math
@@ -28,18 +28,18 @@ from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.on_off import ProbeBudget
 
 LONGEST = 8
-LOW = 0.97  # of what is to be reached
+LOW = 0.97  # smallest share of the rate to be reached
 
 TARGETS: dict[str, Seconds] = {
     "gpu": lambda rows: max(0.030, 0.0004 * rows),  # rows are free up to 75
-    "small gpu": lambda rows: max(0.030, 0.0015 * rows),  # up to 20
-    "cpu": lambda rows: 0.020 + 0.005 * rows,  # never
+    "small gpu": lambda rows: max(0.030, 0.0015 * rows),  # rows are free up to 20
+    "cpu": lambda rows: 0.020 + 0.005 * rows,  # no row is free
 }
 GOOD, USELESS, PROUD = Text(0.95, 0.5), Text(0.02, 0.01, 0.5), Text(0.02, 0.01, 0.5, bias=5.0)
 
 
 def machine(target: Seconds, drafter: float) -> Machine:
-    """A drafter whose step takes that share of the target's for one request."""
+    """Return a machine. `drafter`: share of a drafter step in a target step, for one request."""
     step = drafter * target(1)
     return Machine(
         target=target,
@@ -51,7 +51,7 @@ def machine(target: Seconds, drafter: float) -> Machine:
 
 
 def calibration(on: Machine) -> CostModel:
-    """As a start-up measures it: powers of two."""
+    """Return costs as start-up timing measures them: at powers of two."""
     return CostModel(
         target=[(2**i, on.target(2**i)) for i in range(9)],
         drafter=[(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)],
@@ -65,7 +65,7 @@ def serve(*phases: Phase, costs: CostModel | None = None, seed: int = 0) -> tupl
 
 
 def best_fixed(on: Machine, text: Text, batch: int) -> int:
-    """The best lookahead in the long run, by its exact rate; 0 is the target alone."""
+    """Return the lookahead with the highest exact rate. 0 is the target alone."""
     return max(range(LONGEST + 1), key=lambda k: static_rate(text, on, batch, k))
 
 
@@ -87,14 +87,14 @@ def test_never_slower_and_as_fast_as_the_best_fixed(
         assert len(ours.switches) <= 6, batch
         best = best_fixed(on, text, batch)
         if static_rate(text, on, batch, best) > 1.1 * static_rate(text, on, batch, 0):
-            # The same drafts meet the fixed lookahead.
+            # The fixed lookahead uses the same drafts.
             fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=batch)
             assert ours.rate > LOW * fixed.rate, batch
 
 
 @pytest.mark.parametrize("text", [USELESS, GOOD], ids=["useless", "good"])
 def test_without_calibration(text: Text) -> None:
-    """Everything is learnt from the first steps."""
+    """All costs are learnt from the first steps."""
     on = machine(TARGETS["gpu"], 0.08)
     for batch in (1, 8, 32):
         ours, controller = serve(Phase(batch, 10.0, text, on), seed=batch)
@@ -108,8 +108,8 @@ def test_without_calibration(text: Text) -> None:
 @pytest.mark.parametrize("batch", [8, 64, 128])
 @pytest.mark.parametrize("rate", [0.6, 0.7, 0.8, 0.9])
 def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
-    """Rows are there whatever is in them: a draft of one token is as dear as one of three."""
-    on = Machine(  # an 8B model on a GPU, about: memory first, from 100 rows on arithmetic
+    """Drafts are padded, so a draft of one token costs as much as one of three."""
+    on = Machine(  # about an 8B model on a GPU; compute-bound from 90 rows on
         target=lambda rows: 6.5e-3 + max(5e-6 * rows, 27e-6 * rows - 2e-3),
         drafter=lambda requests: 1.2e-3 + 3e-6 * requests,
         overhead=lambda requests: 3e-4,
@@ -121,12 +121,15 @@ def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
     outcome, _ = serve(Phase(batch, 10.0, text, on), costs=known)
     best = static_rate(text, on, batch, best_fixed(on, text, batch))
     alone = static_rate(text, on, batch, 0)
-    assert outcome.rate > 0.92 * max(best, alone)  # on an edge it takes seconds to find out
+    assert outcome.rate > 0.92 * max(best, alone)  # near break-even, learning takes seconds
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
-    """A prompt that is read and a few tokens that are lost take a GPU many steps of the target."""
+    """Drafting continues although the first round costs many steps of the target.
+
+    It reads the prompt, and its first tokens may be rejected.
+    """
     on = Machine(
         target=lambda rows: 0.005,
         drafter=lambda batch: 0.0018,
@@ -145,7 +148,7 @@ def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
 
 
 def test_a_machine_that_works_in_tiles() -> None:
-    """The rows behind a dear one are cheap: whoever stops before it gives them away."""
+    """In a tile of eight rows only the first one costs time. Drafts must not end before it."""
     on = machine(lambda rows: 0.04 + 0.012 * math.ceil(rows / 8), 0.08)
     phase = Phase(4, 10.0, Text(0.9, 0.3, 0.6), on)
     best = best_fixed(on, phase.text, phase.batch)
@@ -159,7 +162,7 @@ def test_a_machine_that_works_in_tiles() -> None:
 
 @pytest.mark.parametrize("batch", [8, 16])
 def test_rows_that_cost_more_than_those_that_were_timed(batch: int) -> None:
-    """A start-up that ends at six rows sees none of the slope behind them: drafts lose."""
+    """Start-up timing ends at six rows. More rows cost more, so that drafts lose time."""
     on = machine(lambda rows: max(0.1, 0.0125 * rows), 0.08)
     sizes = (1, 2, 3, 4, 6)
     costs = CostModel(
@@ -173,8 +176,9 @@ def test_rows_that_cost_more_than_those_that_were_timed(batch: int) -> None:
 
 
 def test_a_machine_that_wanders() -> None:
-    """Steps take a seventh more or less for a fifth of a second, whatever they are; rows come in
-    tiles, so that the lookaheads beside the best one lose.
+    """The speed of all steps changes by about 13 %, for about 0.2 s.
+
+    Rows come in tiles, so that the lookaheads next to the best one are slower.
     """
     sizes = [1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 33, 40, 64, 96]
     times = [27, 29, 32, 42, 49, 56, 64, 70, 80, 90, 95, 108, 170, 250]
@@ -193,7 +197,7 @@ def test_a_machine_that_wanders() -> None:
 
 
 def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
-    """Kernels are made when a number of rows is met first; some numbers are dear in any case."""
+    """Kernels are compiled for each new number of rows. Some numbers are always expensive."""
     dear = {1: 0.073, 2: 0.093, 3: 0.078, 4: 0.074}
     on = machine(lambda rows: dear.get(rows, 0.057 + 0.003 * rows), 0.06)
     text, met = Text(0.85, 0.5, 0.5), set[int]()
@@ -217,7 +221,7 @@ def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
-    """1, 32, 1 requests: drafting pays for one and not for 32; both changes are seen at once."""
+    """Drafting pays for 1 request and not for 32. Both changes are noticed within 2 s."""
     on = machine(TARGETS["small gpu"], 0.08)
     ours, _ = serve(
         Phase(1, 6.0, GOOD, on), Phase(32, 6.0, GOOD, on), Phase(1, 6.0, GOOD, on),
@@ -232,7 +236,7 @@ def test_a_load_that_comes_and_goes_is_followed() -> None:
 @pytest.mark.parametrize("useless", [USELESS, PROUD], ids=["modest", "proud"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_drafter_that_becomes_useless_and_recovers(batch: int, useless: Text) -> None:
-    """Off within seconds, on again within ten, and hardly slower than the target meanwhile."""
+    """Speculation ends within 8 s and resumes within 10 s. The loss in between is at most 8 %."""
     on = machine(TARGETS["gpu"], 0.08)
     phases = (
         Phase(batch, 8.0, GOOD, on), Phase(batch, 12.0, useless, on), Phase(batch, 15.0, GOOD, on),
@@ -250,7 +254,10 @@ def test_a_drafter_that_becomes_useless_and_recovers(batch: int, useless: Text) 
 
 @pytest.mark.parametrize("target", ["gpu", "cpu"])
 def test_greedy_and_random_loads_in_turn(target: str) -> None:
-    """Drafts that greedy requests alone accept: each load goes on where the last like it ended."""
+    """Only greedy requests accept drafts.
+
+    Each load begins with the regime in which the previous load of its kind ended.
+    """
     on = machine(TARGETS[target], 0.08)
     greedy, random = Phase(4, 2.0, GOOD, on), Phase(4, 2.0, USELESS, on, random=True)
     before, _ = serve(greedy, random, costs=calibration(on))
@@ -264,7 +271,7 @@ def test_greedy_and_random_loads_in_turn(target: str) -> None:
 
 
 def test_a_drafter_that_becomes_slow_and_recovers() -> None:
-    """Another process takes the drafter's device for a while."""
+    """Another process uses the drafter's device for a while."""
     quick = machine(TARGETS["gpu"], 0.08)
     slow = replace(quick, drafter=lambda batch: 0.06)
     ours, _ = serve(
@@ -278,7 +285,7 @@ def test_a_drafter_that_becomes_slow_and_recovers() -> None:
 
 
 def test_no_flapping_on_the_edge() -> None:
-    """A drafter that gains and costs the same for a minute: few changes, and nothing lost."""
+    """For a minute, drafts gain what they cost. There are few changes, and almost no loss."""
     on = machine(TARGETS["gpu"], 0.5)
     text = Text(0.5, 0.5)
     assert static_rate(text, on, 4, 1) == pytest.approx(static_rate(text, on, 4, 0), rel=0.03)
@@ -288,7 +295,7 @@ def test_no_flapping_on_the_edge() -> None:
 
 
 def test_idle_time_is_not_saved_up_for_probes() -> None:
-    """Bursts of a second, a minute apart: probes lose a share of the bursts."""
+    """With bursts of one second, a minute apart, probes may lose a share of the bursts only."""
     budget, probes, lost = ProbeBudget(0.0), 0, 0.02
     for step in range(20 * 50):
         now = 60.0 * (step // 50) + 0.02 * (step % 50)
@@ -298,11 +305,12 @@ def test_idle_time_is_not_saved_up_for_probes() -> None:
             budget.end()
             budget.finish_probe(now, news=True)
             probes += 1
+    # The first probe is free. Others may lose 1 % of 20 s of bursts and of 1 s of each idle gap.
     assert 10 <= probes <= 1 + 0.01 * (20 + 20) / lost
 
 
 def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
-    """Not even good drafts would pay, and reading a prompt takes half a second."""
+    """Even good drafts would not pay, and reading a prompt takes half a second."""
     on = replace(machine(TARGETS["cpu"], 1.0), catch_up=4e-3)
     costs = CostModel(
         target=[(2**i, on.target(2**i)) for i in range(9)],
@@ -320,7 +328,7 @@ def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
 
 
 def test_probes_of_a_long_context_are_dear_and_rare() -> None:
-    """What a probe costs counts its catch-up: hundreds of tokens at 1 ms each."""
+    """The cost of a probe includes its catch-up: hundreds of tokens at 1 ms each."""
     on = replace(machine(TARGETS["gpu"], 0.08), catch_up=1e-3)
     ours, _ = serve(Phase(1, 60.0, USELESS, on), costs=calibration(on))
     assert ours.speedup > LOW
@@ -329,7 +337,7 @@ def test_probes_of_a_long_context_are_dear_and_rare() -> None:
 
 
 def test_forecasts_are_made_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when a plan is wanted, for a load like the one before."""
+    """If the load is like the previous one, `plan` makes no forecast."""
     _, controller = serve(Phase(2, 2.0, GOOD, machine(TARGETS["gpu"], 0.08)))
     assert not controller.learns_first
     made, forecast = [], controller._choice.forecast

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chances of the lines that are drafted ahead: learnt by rank, never above one, and forgotten."""
+"""Hit rates of precomputed drafts (lines): learnt by rank, at most 1, and forgotten over time."""
 
 import random
 from itertools import pairwise

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending a draft early keeps the target's law, exactly, if it is decided before the token is drawn.
+"""Early ends of drafts: they are lossless if they are decided before the token is sampled.
 
-All outcomes are enumerated. The same rules fed with the probability of the drawn token must be
-caught.
+The tests enumerate all outcomes. The same rules with the probability of the sampled token must
+fail.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,18 @@ Feature = Callable[[ref.Proposal], float]
 
 
 def before_the_draw(proposal: ref.Proposal) -> float:
-    """The largest probability of the row: the same whichever token is drawn."""
+    """Return the largest probability of the row. It does not depend on the sampled token."""
     return float(proposal.row.max())
 
 
 def after_the_draw(proposal: ref.Proposal) -> float:
-    """The probability of the token drawn."""
+    """Return the probability of the sampled token."""
     assert proposal.token is not None
     return float(proposal.row[proposal.token])
 
 
 def thrifty(positions: int = 8) -> Goodput:
-    """A controller for which a row of the target has its price: about 0.4 tokens."""
+    """Return a controller for which a row of the target costs about 0.4 tokens."""
     costs = CostModel(
         target=[(n, 0.01 + 0.01 * n) for n in (1, 2, 4, 8, 16, 32)], drafter=[(1, 1e-4)]
     )
@@ -49,7 +49,7 @@ def thrifty(positions: int = 8) -> Goodput:
 
 
 class Trimmed:
-    """A drafting method that asks a controller, before each token, whether it is in."""
+    """A drafting method that ends before the first token that `Controller.trim` removes."""
 
     def __init__(self, controller: Controller, feature: Feature) -> None:
         self.controller, self.feature = controller, feature
@@ -67,7 +67,7 @@ class Trimmed:
 
 
 def deviation(world: World, draft: Trimmed, rule: Callable = ref.token_rule) -> float:
-    """Total variation between speculation and the target alone over the next tokens."""
+    """Return the total variation distance between speculation and the target, for 3 tokens."""
     found = world.law_of(
         lambda c, chance: rule(world.p, c, draft(world, c, chance), chance), length=3
     )
@@ -86,7 +86,7 @@ def test_decided_before_the_draw_is_lossless(
 
 
 def test_stopping_behind_an_unlikely_token_is_lossless() -> None:
-    """Hugging Face's rule looks at the drawn token, and keeps it."""
+    """Hugging Face's rule depends on the sampled token, but keeps it."""
     draft = Trimmed(ConfidenceStop(0.3, 8), after_the_draw)
     for world in worlds(6):
         assert deviation(world, draft) < EXACT
@@ -94,7 +94,7 @@ def test_stopping_behind_an_unlikely_token_is_lossless() -> None:
 
 
 def test_dropping_an_unlikely_token_is_caught() -> None:
-    """The same marginal rule with the probability of the drawn token is biased."""
+    """The rule of `goodput` with the probability of the sampled token is biased."""
     worst = max(deviation(world, Trimmed(thrifty(), after_the_draw)) for world in worlds(6))
     assert worst > WRONG
 
@@ -108,7 +108,7 @@ CONTROLLERS = {"fixed": Fixed(6), "stop": ConfidenceStop(0.5, 6), "goodput": thr
 def test_a_token_is_in_or_out_whatever_comes_later(
     name: str, data: st.DataObject, confidences: list[list[float]]
 ) -> None:
-    """Changing what a request drafts behind a token changes nothing about that token."""
+    """The decision about a token does not depend on later tokens of the same draft."""
     controller = CONTROLLERS[name]
     kinds = data.draw(st.lists(st.booleans(), min_size=len(confidences), max_size=len(confidences)))
     controller.plan(len(confidences), [6] * len(confidences), random=kinds)

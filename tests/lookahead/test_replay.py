@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is worked out for many at once is what a plain loop gives."""
+"""Vectorized forecasts and batched updates: they equal plain loops."""
 
 import math
 
@@ -18,7 +18,7 @@ LONGEST, RATE = 5, 60.0
 
 
 def known_of(row: float, drafts: int) -> Estimates:
-    """Greedy requests are accepted more often; some drafts end by themselves."""
+    """Return estimates after drafts of all lengths. Greedy requests accept more often."""
     generator = np.random.default_rng(drafts)
     costs = CostModel(
         target=[(n, 0.03 + row * n) for n in (1, 2, 4, 8, 16, 32, 64)],
@@ -38,7 +38,7 @@ def known_of(row: float, drafts: int) -> Estimates:
 
 
 def replayed(known: Estimates, batch: int, limits: list[int], random: list[bool]) -> list[float]:
-    """Rates of all lookaheads, where rounds end early, draft by draft."""
+    """Return the rates of all lookaheads with early ends, computed draft by draft."""
     costs, survival = known.costs, known.acceptance.survival(random)
     rates = np.broadcast_to(known.acceptance.conditional(random), survival.shape)
     drafting = sum(limit > 0 for limit in limits)
@@ -97,7 +97,7 @@ def test_a_policy_asks_the_curve_of_costs() -> None:
 
 
 def test_measurements_alike_may_be_learnt_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise, accidents and a change that lasts: four at a time are as good as one by one."""
+    """With noise, outliers and a lasting change, four at a time give the same as one by one."""
     generator = np.random.default_rng(2)
     curves = [CostCurve({0: [(1, 0.03), (8, 0.04)]}, kinds=2) for _ in range(2)]
     for number in range(400):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending a round of drafting early: the survival rule beats others, and finds its own threshold.
+"""Rules that end a round of drafting early: the survival rule is better than the others.
 
-A drafter step takes a tenth of a target step, tokens are easy or hard, rows are free.
+A drafter step takes a tenth of a target step. Tokens are easy or hard. Rows are free.
 """
 
 from functools import cache
@@ -36,7 +36,7 @@ THRESHOLDS = np.linspace(0.02, 0.98, 49)
 
 @cache
 def rates(text: Text) -> tuple[float, float, float]:
-    """The best of the grid of each rule: fixed lookahead, constant confidence, survival."""
+    """Return the best rate of each rule: fixed lookahead, confidence threshold, survival."""
     drafts = DraftStream(text, DEPTH, 0).take(ROUNDS)
     return (
         max(static_rate(text, MACHINE, 1, k) for k in range(DEPTH + 1)),
@@ -57,7 +57,7 @@ def test_survival_beats_confidence_beats_a_fixed_lookahead() -> None:
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_lambda_finds_the_threshold(text: Text) -> None:
-    """Dinkelbach: threshold = rate * drafter step, over and over, ends at the best of the grid."""
+    """Dinkelbach's iteration, threshold = rate * drafter step, finds the best of the grid."""
     drafts = DraftStream(text, DEPTH, 0).take(ROUNDS)
     rate = 1.0
     for _ in range(8):
@@ -67,9 +67,10 @@ def test_lambda_finds_the_threshold(text: Text) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_controller_is_as_good_as_the_best_of_the_grid(name: str) -> None:
-    """Within 0.5 %, although it starts with no idea of acceptance and sees only what happens.
+    """The controller is within 0.5 %, although it starts without acceptance rates.
 
-    The grid knows what each confidence means and is run on the very same drafts.
+    The survival rule of the grid uses the true acceptance rate of each confidence. Both are run on
+    the same drafts.
     """
     text, clock = TEXTS[name], Clock()
     costs = CostModel(target=[(1, 1.0), (64, 1.0)], drafter=[(1, 0.1)])
@@ -84,7 +85,7 @@ def test_the_controller_is_as_good_as_the_best_of_the_grid(name: str) -> None:
 
 
 def test_simple_controllers_do_what_their_rules_say() -> None:
-    """Driven through the interface, each gets the rate that was computed from its drafts."""
+    """A run through the interface has the rate that is computed from its drafts."""
     text = TEXTS["mixed"]
     ours = drive(ConfidenceStop(0.5, DEPTH), Clock(), text, 2000.0)
     drafts = DraftStream(text, DEPTH, 0).take(ours.steps)

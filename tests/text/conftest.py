@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers for the tests: trained ones of every family, and real ones where they are at hand."""
+"""Tokenizers for the tests: trained ones of every family, and real ones if their files exist."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 @pytest.fixture(scope="session")
 def backends() -> dict[str, Any]:
-    """Family -> the tokenizer object of its library."""
+    """Tokenizer object of its library, by family."""
     return {
         "byte-level": recipes.train_byte_level(1500),
         "byte-level-nfc": recipes.train_byte_level(700, nfc=True),
@@ -27,13 +27,13 @@ def backends() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def family(backends: dict[str, Any]) -> dict[str, TextTokenizer]:
-    """Family -> the bridge's view of it."""
+    """`TextTokenizer` by family."""
     return {name: load_tokenizer(backend, name) for name, backend in backends.items()}
 
 
 @pytest.fixture(scope="session")
 def variant_backends(backends: dict[str, Any]) -> dict[str, Tokenizer]:
-    """Kinds of tokenizers that drafters seldom have: lossy, incomplete or without merges."""
+    """Tokenizers that drafters rarely have: lossy, incomplete or without merges."""
     byte_level, unigram = backends["byte-level"], backends["unigram"]
     wordpiece = recipes.train_wordpiece(1200)
     lowercase = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -55,7 +55,7 @@ def variant_backends(backends: dict[str, Any]) -> dict[str, Tokenizer]:
 
 @pytest.fixture(scope="session")
 def variants(variant_backends: dict[str, Tokenizer]) -> dict[str, TextTokenizer]:
-    """The bridge's view of them."""
+    """`TextTokenizer` of each variant."""
     return {name: load_tokenizer(backend, name) for name, backend in variant_backends.items()}
 
 

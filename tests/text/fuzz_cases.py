@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases for the token bridge: texts of every kind, arbitrary ids, and a walk over them."""
+"""Random cases for the token bridge: texts of every kind, arbitrary ids, and a walk over them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Bytes of a repeated piece at most: more than a tail may have characters.
+# Largest size of a repeated piece, in bytes: more than TAIL_CHARACTERS of `text/cuts.py`.
 LONGEST = 1300
 
 CODE = [
@@ -45,7 +45,7 @@ LOOKALIKES = [
     *["<fim_prefix>", "<｜User｜>"],
 ]
 CONTROLS = [chr(code) for code in (*range(32), 0x7F, 0x80, 0x9F)]
-# Characters cut at every byte, from either end, and bytes that begin no character.
+# Both parts of characters cut at every byte, and bytes that begin no character.
 TRUNCATED = [
     piece
     for char in ("é", "中", "한", "👍", "\u0301", "\u2581", "\ufeff")
@@ -53,17 +53,22 @@ TRUNCATED = [
     for at in range(1, len(data))
     for piece in (data[:at], data[at:])
 ] + [b"\xff", b"\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x80" * 5, b"\xe4\xb8 "]
-# In 64ths of the sequence: appends, and (negative) fresh contexts of less; 0 is nothing new.
+# In 64ths of the sequence. Positive: append. Negative: a new context of a shorter text.
+# 0: append nothing.
 STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 9, 20, 64, 0, -1, -1, -2, -3, -5, -9, -20, -64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One text, one pair and one walk.
+    """One target sequence for one pair of tokenizers, and one walk over it.
 
-    ``stretches``: bytes are encoded by the target; a tuple of (kind, value) is arbitrary ids, see
-    ``arbitrary_id``. ``steps``: see STEPS. ``noise``: arbitrary ids that are drafted, too.
-    ``eager``: with EAGER_LIMITS.
+    Attributes:
+        pair: Names of the target and of the drafter.
+        stretches: Bytes, which the target encodes, or tuples of (kind, value) for `arbitrary_id`.
+        steps: See STEPS.
+        limit: Largest number of target tokens in a draft.
+        noise: Arbitrary drafter ids, which are also drafted.
+        eager: Use EAGER_LIMITS, which cut contexts early.
     """
 
     pair: tuple[str, str]
@@ -88,7 +93,7 @@ def _fragments() -> st.SearchStrategy[bytes]:
 
 
 def repeated(piece: bytes, size: int) -> bytes:
-    """A piece over and over, ``size`` bytes of it."""
+    """Return about ``size`` bytes of repeated copies of a piece, at least one copy."""
     return piece * max(1, size // len(piece))
 
 
@@ -100,7 +105,7 @@ _texts = st.lists(_fragments(), min_size=3, max_size=40).map(b"".join)
 
 
 def cases(pairs: Sequence[tuple[str, str]]) -> st.SearchStrategy[Case]:
-    """Cases spread evenly over ``pairs``, which name (target, drafter)."""
+    """Cases, evenly distributed over ``pairs`` of names (target, drafter)."""
     stretches = st.lists(st.one_of(_texts, _texts, _texts, _arbitrary), min_size=1, max_size=3)
     return st.builds(
         Case,
@@ -114,12 +119,16 @@ def cases(pairs: Sequence[tuple[str, str]]) -> st.SearchStrategy[Case]:
 
 
 def arbitrary_id(tokenizer: TextTokenizer, kind: str, value: int) -> int:
-    """An id by kind: any (and a few negative ones), none at all, a single byte, a special one."""
+    """Return an id of a kind.
+
+    "id": any id, or one of a few negative ones. "beyond": no id of the vocabulary. "byte": a token
+    of a single byte. "special": a special token, if the tokenizer has any.
+    """
     size = tokenizer.vocab_size
     if kind == "beyond":
         return size + value % 9
     if kind == "byte":
-        return tokenizer.byte_ids[value % 256]  # -1 where there is none
+        return tokenizer.byte_ids[value % 256]  # -1 if the byte has no token
     if kind == "special" and tokenizer.special_ids:
         return sorted(tokenizer.special_ids)[value % min(9, len(tokenizer.special_ids))]
     return value % (size + 4) - 4

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bridge is compared with: a target sequence read from scratch, and drafts by their bytes.
+"""Model of the token bridge: reads a whole target sequence at once, and drafts by their bytes.
 
-Nothing here is incremental; only the tokenizers and the roles of special tokens are the bridge's.
+The model is not incremental. It shares only the tokenizers and the roles of special tokens with the
+bridge.
 """
 
 from codecs import utf_8_decode
@@ -27,16 +28,16 @@ def require(holds: bool, what: str, *details: object) -> None:
 
 
 class Scratch(NamedTuple):
-    """A target sequence read from scratch: what a context of it stands for."""
+    """Expected content of a context, read from the whole target sequence."""
 
-    closed: list[tuple[str, int]]  # texts that end in a special token of the drafter, and that
-    text: str  # after the last of them
+    closed: list[tuple[str, int]]  # a text and the special token of the drafter that ends it
+    text: str  # the text after the last special token
     held: bytes
     untouched: tuple[bool, bool]
 
 
 class Pair:
-    """A bridge with the model it is compared with."""
+    """A bridge and its model."""
 
     def __init__(self, target: TextTokenizer, drafter: TextTokenizer) -> None:
         bridge = make_bridge(target, drafter, mode="text")
@@ -45,7 +46,7 @@ class Pair:
         self.special = SpecialTokens(target, drafter, None, None)
 
     def ids_of(self, case: Case) -> list[int]:
-        """The target sequence of a case, with the spaces its tokenizer itself puts before text."""
+        """Return the target ids of a case, with the spaces that the tokenizer puts before text."""
         ids: list[int] = []
         for stretch in case.stretches:
             if isinstance(stretch, bytes):
@@ -63,7 +64,7 @@ class Pair:
         return ids
 
     def scratch(self, target_ids: Sequence[int]) -> Scratch:
-        """The model: stretches of text between control tokens, each encoded as a whole."""
+        """Return the texts between control tokens, each one to be encoded as a whole."""
         target, drafter = self.target, self.drafter
         strip = target.leading_space.applies(first=True)
         add = drafter.leading_space.applies(first=True)
@@ -93,12 +94,12 @@ class Pair:
         return Scratch(closed, text, held, (strip, add and not complete))
 
     def first_ids(self) -> list[int]:
-        """Drafter ids before any text."""
+        """Return the drafter ids before any text."""
         bos = self.drafter.bos_id
         return [bos] if self.drafter.adds_bos and bos is not None else []
 
     def whole(self, scratch: Scratch) -> list[int]:
-        """The drafter ids of it."""
+        """Return the drafter ids of the whole sequence."""
         ids = self.first_ids()
         for text, control in scratch.closed:
             ids += [*self.drafter.encode(text), control]
@@ -110,7 +111,10 @@ class Pair:
 
 
 def require_spelled(tokenizer: TextTokenizer, ids: Sequence[int], *texts: str) -> None:
-    """The bytes of the ids are those of the texts, as far as the vocabulary can spell them."""
+    """Require that the ids spell the texts.
+
+    If the vocabulary cannot spell all bytes, the ids must spell a subsequence of them.
+    """
     spelled = tokenizer.decode_bytes(ids)
     expected = "".join(map(tokenizer.normalize, texts)).encode("utf-8", "surrogateescape")
     if tokenizer.spells_all:
@@ -121,12 +125,16 @@ def require_spelled(tokenizer: TextTokenizer, ids: Sequence[int], *texts: str) -
 
 
 def incomplete(data: bytes) -> bytes:
-    """The beginning of a character at the end of ``data``."""
+    """Return the first bytes of an incomplete character at the end of ``data``."""
     return data[utf_8_decode(data, "surrogateescape", False)[1] :]
 
 
 def anchor_of(pair: Pair, known: Sequence[int]) -> list[int]:
-    """The documented anchor: back to a word, a control token or ANCHOR_TOKENS ids."""
+    """Return the ids of the anchor, as documented in `text/drafts.py`.
+
+    It starts at the last beginning of a word, behind the last control token, or ANCHOR_TOKENS ids
+    before the end.
+    """
     table = pair.target.token_bytes
     start = len(known)
     for start in range(len(known), max(0, len(known) - drafts.ANCHOR_TOKENS) - 1, -1):
@@ -144,9 +152,9 @@ def anchor_of(pair: Pair, known: Sequence[int]) -> list[int]:
 def drafted(
     pair: Pair, draft: Sequence[int], untouched: tuple[bool, bool]
 ) -> list[tuple[bytes, int | None]]:
-    """Bytes of a draft up to each control token, and the target's token in the place of that.
+    """Return the bytes of a draft before each control token, and the target's token for that one.
 
-    Up to the first id that is no text and proposes nothing, or an EOS.
+    The result ends at an EOS, or at the first id that is not text and proposes nothing.
     """
     special, table = pair.special, pair.drafter.token_bytes
     parts: list[tuple[bytes, int | None]] = []
@@ -165,21 +173,21 @@ def drafted(
 
 
 def respaced(data: bytes, untouched: tuple[bool, ...]) -> bytes:
-    """Drafted bytes with the target's leading space in the place of the drafter's."""
+    """Return drafted bytes with the target's leading space instead of the drafter's."""
     strip, add = untouched
     data = data.removeprefix(b" ") if add else data
     return b" " + data if strip and data else data
 
 
 def separable(tokenizer: TextTokenizer, text: str, at: int) -> bool:
-    """Whether normalisation does not look across this place, whatever follows."""
+    """Return True if both sides of this place can be normalized separately, with any next word."""
     followed = text + "x"
     parts = tokenizer.normalize(followed[:at]) + tokenizer.normalize(followed[at:])
     return parts == tokenizer.normalize(followed) and not combining(text[at])
 
 
 def endings(drafter: TextTokenizer, text: str) -> list[list[int]]:
-    """Ids of a text, and, where it ends in space, its ids as if a word followed."""
+    """Return the ids of a text and, if it ends in a space, also its ids before a next word."""
     found = [drafter.encode(text)]
     if text and text[-1].isspace():
         *followed, word = drafter.encode(text + "x")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks over cases of the token bridge, what has to hold at every step, and a driver of any length.
+"""Fuzzing of the token bridge: walks over cases, the invariants of each step, and a driver.
 
 A case is a target sequence (canonical ids of a text, arbitrary ids, or both) for one pair of
-tokenizers and a walk over it: append, begin afresh, draft. After every step the context is compared
-with a model that reads the whole sequence from scratch, and a draft of what follows is translated.
+tokenizers. A walk over it appends ids, opens new contexts and drafts. After each step, the context
+is compared with a model that reads the whole sequence, and a draft of the next ids is translated.
 """
 
 import random
@@ -32,13 +32,13 @@ from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-# Cases of one hypothesis run: it remembers all it has tried and tends to try the same pairs again,
-# so a long run is many short ones.
+# Cases of one hypothesis run. Hypothesis keeps all cases of a run and tends to repeat pairs.
+# A long run therefore consists of many short ones.
 CHUNK = 100
-# Target ids drafted ahead at each step.
+# Largest number of target ids that are drafted at each step.
 AHEAD = 24
 DOCUMENTED_FAILURES = {"unknown_id", "held_mismatch", "unencodable"}
-# What makes a context cut early and often, so that short texts meet every kind of cut.
+# Limits with which a context is cut early and often, so that short texts have cuts of every kind.
 EAGER_LIMITS = {
     "TAIL_TOKENS": 2,
     "SPACELESS_TOKENS": 12,
@@ -49,7 +49,7 @@ EAGER_LIMITS = {
 
 @dataclass
 class Counts:
-    """What a run has seen."""
+    """Counts of a run."""
 
     cases: int = 0
     pairs: set[tuple[str, str]] = field(default_factory=set)
@@ -64,7 +64,7 @@ class Counts:
 
 
 class Checker:
-    """Checks cases of any pairs of the given tokenizers and counts what it has seen."""
+    """Checks cases of all pairs of the given tokenizers, and counts them."""
 
     def __init__(self, tokenizers: Mapping[str, TextTokenizer]) -> None:
         self.tokenizers = tokenizers
@@ -81,7 +81,7 @@ class Checker:
         return self._pairs[names]
 
     def check(self, case: Case) -> None:
-        """All invariants of one case; raises Violation."""
+        """Check all invariants of one case. Raise Violation if one does not hold."""
         before = {name: getattr(cuts, name) for name in EAGER_LIMITS}
         try:
             for name, value in EAGER_LIMITS.items() if case.eager else ():
@@ -95,7 +95,7 @@ class Checker:
 
 
 class Mark(NamedTuple):
-    """Where the cut of a context was after so many target ids."""
+    """Cut of a context after `num_target` target ids, and its tail."""
 
     num_target: int
     cut: int
@@ -103,7 +103,7 @@ class Mark(NamedTuple):
 
 
 class Walk:
-    """One case under way."""
+    """State of one case."""
 
     def __init__(self, pair: Pair, case: Case, seen: Counter[str]) -> None:
         self.pair, self.case, self.seen = pair, case, seen
@@ -128,7 +128,10 @@ class Walk:
         self.marks = [Mark(0, len(self.context.ids), "")]
 
     def step(self, amount: int) -> None:
-        """Append, or read less of it afresh, then compare everything there is."""
+        """Append `amount` target ids, then check context and drafts.
+
+        If `amount` is negative, a new context reads a sequence that is shorter by so many ids.
+        """
         at = min(len(self.ids), max(0, self.context.num_target + amount))
         if amount < 0:
             self.open()
@@ -148,7 +151,10 @@ class Walk:
         self.drafts(scratch)
 
     def compare(self, context: TextContext, scratch: Scratch) -> None:
-        """A context is the whole text encoded, or differs where the drafter itself would."""
+        """Compare a context with the encoding of the whole text.
+
+        They may differ only if the drafter's own encoding of a shorter text differs.
+        """
         drafter = self.pair.drafter
         whole = self.pair.whole(scratch)
         require(context.held == scratch.held, "held", context.held, scratch.held)
@@ -168,7 +174,7 @@ class Walk:
             require_spelled(drafter, context.ids, *texts, scratch.text)
 
     def drafts(self, scratch: Scratch) -> None:
-        """The target's own next ids drafted, the same with an end cut off, and noise."""
+        """Check drafts of the target's own next ids, of the first half of them, and of noise."""
         target, drafter, context = self.pair.target, self.pair.drafter, self.context
         at, limit = context.num_target, self.case.limit
         control = self.pair.special.target_control
@@ -207,7 +213,10 @@ class Walk:
             require(choices[0] == choice, "first choices", choices, choice)
 
     def in_place_of_last(self, drafter_id: int, known: int, behind: list[int]) -> None:
-        """A draft that begins with the last token made longer spells what is behind that."""
+        """Check a draft whose first token replaces the last token of the text by a longer one.
+
+        The proposal must spell the bytes that the longer token adds.
+        """
         table, target = self.pair.drafter.token_bytes, self.pair.target
         last = table[self.context.ids[-1]]
         require(table[drafter_id].startswith(last) and known == len(last), "longer", drafter_id)
@@ -220,7 +229,7 @@ class Walk:
         self.seen["longer last tokens"] += 1
 
     def proposal(self, draft: list[int], proposal: list[int], scratch: Scratch) -> None:
-        """What holds for any draft: its control tokens, bytes of it before each, the limit."""
+        """Check a proposal: its limit, its control tokens, and the drafted bytes before each."""
         target, control = self.pair.target, self.pair.special.target_control
         require(len(proposal) <= max(0, self.case.limit), "limit", proposal)
         parts = drafted(self.pair, draft, scratch.untouched)
@@ -243,7 +252,10 @@ class Walk:
         self.seen["proposals"] += bool(proposal)
 
     def round_trip(self, following: list[int], proposal: list[int]) -> None:
-        """The target's own ids come back where its tokenizer has them so, read from the anchor."""
+        """Check that the target's own ids come back.
+
+        They may differ only if the target encodes the text from the anchor on to other ids.
+        """
         known = self.ids[: self.context.num_target]
         anchor = anchor_of(self.pair, known)
         here = proposal == following[: self.case.limit]
@@ -258,15 +270,15 @@ class Walk:
 def explain_difference(
     pair: Pair, context: TextContext, scratch: Scratch, cuts_made: Sequence[Mark]
 ) -> bool:
-    """Ids that are not those of the whole text: every piece must be the drafter's own.
+    """Check ids that differ from those of the whole text: each piece must be the drafter's own.
 
-    Returns whether the text was so long without a place that normalisation does not look across
-    (a run of combining marks, a word of a tokenizer that writes a space before each) that it was
-    cut where it does.
+    The ids between two cuts are the drafter's encoding of the text at the time of the second cut.
+    Unless it was forced, a cut was made only if the uncut text then had the same ids. So ids differ
+    only because the drafter encodes the part before the cut differently in a longer text.
 
-    The ids between two cuts are those that the drafter gave for the text as it was when the second
-    cut was made, and a cut was made only where it then gave the same ids for what followed; so the
-    drafter, given more text, has changed its mind about what lies before the cut.
+    Returns True if a forced cut lies at a place that normalization crosses. This is allowed if the
+    text has no better place nearby. Examples are a run of combining marks, and a word of a
+    tokenizer that writes a space before each text.
     """
     drafter, ids = pair.drafter, context.ids
     marks = [(mark, pair.scratch(context.target_ids[: mark.num_target])) for mark in cuts_made]
@@ -302,9 +314,9 @@ def explain_difference(
 
 
 def fuzz(checker: Checker, count: int, *, start: int = 0) -> Counts:
-    """Check ``count`` cases, spread over all pairs; the same ``start`` gives the same cases.
+    """Check ``count`` cases of all pairs. The same ``start`` gives the same cases.
 
-    Raises Violation, with the smallest such case that was found.
+    Raises Violation with the smallest failing case that hypothesis has found.
     """
     pairs = random.Random(start).sample(checker.pair_names, len(checker.pair_names))
     chunks = -(-count // CHUNK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every tokenizer that is accepted, as assertions, and texts to try it on."""
+"""Assertions that hold for every accepted tokenizer, and texts for them."""
 
 import unicodedata
 
@@ -23,7 +23,7 @@ TEXTS = [
 
 
 def expected(text: str, tokenizer: TextTokenizer) -> str:
-    """What a tokenizer's documented normalisation leaves of ``text``, worked out here."""
+    """Return the documented normalization of ``text``, computed without the package."""
     if any(mark in tokenizer.name for mark in ("nfc", "qwen")):
         return unicodedata.normalize("NFC", text)
     marks = ("sentencepiece", "unigram", "processor", "llama-2", "mistral", "phi-3", "model")
@@ -33,7 +33,10 @@ def expected(text: str, tokenizer: TextTokenizer) -> str:
 
 
 def encoded(tokenizer: TextTokenizer, text: str) -> tuple[bytes, int]:
-    """Bytes of the ids of a text, none of them special, and how many are said to be lost."""
+    """Return the bytes of a text's ids, and the reported number of lost bytes.
+
+    None of the ids may be special, except the unknown token.
+    """
     ids = tokenizer.encode(text)
     assert tokenizer.special_ids.isdisjoint(set(ids) - {tokenizer.unknown_id})
     return tokenizer.decode_bytes(ids), tokenizer.lost_bytes(text, ids)
@@ -53,7 +56,7 @@ def assert_exact(tokenizer: TextTokenizer, text: str) -> None:
 
 
 def assert_lawful(tokenizer: TextTokenizer, text: str) -> None:
-    """The bytes are those of the normalised text, but for what is counted."""
+    """The ids spell the normalized text without the lost bytes, and these are counted."""
     spelled, dropped = encoded(tokenizer, text)
     whole = tokenizer.normalize(text).encode("utf-8", "surrogateescape")
     rest = iter(whole)
@@ -65,7 +68,7 @@ def assert_lawful(tokenizer: TextTokenizer, text: str) -> None:
 def assert_written_as_by_the_decoder(
     tokenizer: TextTokenizer, backend: Tokenizer, anchor: str, step: int = 1
 ) -> None:
-    """Each token after another one, as the library itself decodes the two."""
+    """Each token has the bytes with which the library decodes it behind the token `anchor`."""
     first = backend.token_to_id(anchor)
     ids = [i for i, data in enumerate(tokenizer.token_bytes) if data][::step]
     alone = backend.decode([first], skip_special_tokens=False)
@@ -76,7 +79,7 @@ def assert_written_as_by_the_decoder(
 
 
 def not_text(tokenizer: TextTokenizer) -> list[int]:
-    """Ids whose bytes alone are no valid UTF-8."""
+    """Return the ids whose bytes alone are not valid UTF-8."""
     return [
         i
         for i, data in enumerate(tokenizer.token_bytes)

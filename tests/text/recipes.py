@@ -33,7 +33,7 @@ def corpus() -> list[str]:
 
 
 def train_byte_level(vocab_size: int, *, nfc: bool = False) -> Tokenizer:
-    """GPT-2's recipe, with one special token and two added tokens that are ordinary text."""
+    """GPT-2's recipe, with special tokens and two added tokens that are ordinary text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC() if nfc else None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,7 +89,7 @@ def train_sentencepiece(vocab_size: int, texts: Sequence[str] = ()) -> Tokenizer
 
 
 def train_unigram(vocab_size: int, texts: Sequence[str] = ()) -> Tokenizer:
-    """A Unigram model behind Metaspace, which puts a space before the first text only."""
+    """A Unigram model with Metaspace, which puts a space before the first text only."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -138,7 +138,7 @@ def build_processor() -> Any:
 
 
 def with_byte_fallback(unigram: Tokenizer) -> Tokenizer:
-    """A Unigram model that spells what it has no character for byte by byte."""
+    """A Unigram model that spells characters without a token byte by byte."""
     spec: dict[str, Any] = json.loads(unigram.to_str())
     spec["model"] |= {"byte_fallback": True}
     spec["model"]["vocab"] += [[piece, 0.0] for piece in BYTE_PIECES]
@@ -163,7 +163,7 @@ def in_words(unigram: Tokenizer) -> Tokenizer:
 
 
 def train_wordpiece(vocab_size: int) -> Tokenizer:
-    """BERT's recipe: lowercase, no accents, words and punctuation apart."""
+    """BERT's recipe: lowercase, no accents, punctuation separated from words."""
     tokenizer = Tokenizer(models.WordPiece({}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -177,7 +177,7 @@ def train_wordpiece(vocab_size: int) -> Tokenizer:
 
 
 def cased_wordpiece(wordpiece: Tokenizer) -> Tokenizer:
-    """Words are what stands between white space, and are written as they are."""
+    """WordPiece without normalization, whose words are separated by white space only."""
     tokenizer = Tokenizer.from_str(wordpiece.to_str())
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -186,7 +186,7 @@ def cased_wordpiece(wordpiece: Tokenizer) -> Tokenizer:
 
 
 def build_characters(**options: Any) -> Tokenizer:
-    """One token for each printable ASCII character, ``<unk>`` for any other where asked for."""
+    """One token for each printable ASCII character. With `unk_token`, others are unknown."""
     vocabulary = {piece: i for i, piece in enumerate(["<unk>", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], **options))
     tokenizer.decoder = decoders.Fuse()
@@ -204,7 +204,7 @@ def build_bytes() -> Tokenizer:
 
 
 def altered(tokenizer: Tokenizer, **sections: Any) -> Tokenizer:
-    """A copy with other components around its model."""
+    """Return a copy with other components around the same model."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     for name, component in sections.items():
         setattr(copy, name, component)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context that outgrows its bound goes on from its last part, which is the whole text's end."""
+"""Contexts with a bound: the ids that are kept are the last ids of the unbounded context."""
 
 import random
 
@@ -26,7 +26,7 @@ TEXT = "\n".join(f"{LINES[n % 5]} {n * 7919 % 1000}" for n in range(300))
 def test_what_is_kept_is_the_end_of_the_whole(
     family: dict[str, TextTokenizer], pair: tuple[str, str], longest: int
 ) -> None:
-    """At every step; what is read anew after cuts is about as much as the text."""
+    """This holds at every step. The ids that are read again are at most 1.5 times the text."""
     target, drafter = family[pair[0]], family[pair[1]]
     bridge = make_bridge(target, drafter, mode="text")
     ids = target_ids(target, TEXT)
@@ -100,7 +100,7 @@ def test_a_kept_text_begins_with_a_line_where_one_is_near(
 
 
 def test_text_without_a_place_to_cut_is_not_lost(family: dict[str, TextTokenizer]) -> None:
-    """What is open at the end stays whole, though it be longer than what is to be kept."""
+    """A tail that cannot be cut stays whole, even if it is longer than the bound."""
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     context = make_bridge(target, drafter).open(64)
     text = "e\u0301a\u0300" * 600

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation rendered for the target is, bridged, the drafter's own rendering of it."""
+"""Chat templates: the drafter reads a conversation as its own template renders it."""
 
 import json
 import random
@@ -25,7 +25,7 @@ Messages = list[dict[str, str]]
 
 PREAMBLE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 DEFAULT = "You are a helpful assistant of nobody in particular."
-# Written for these tests after the templates of the models they are named after.
+# Written for these tests. They are similar to the templates of the models with these names.
 TEMPLATES = {
     "llama-3": (
         "{{ bos_token }}{% set given = messages[0]['role'] == 'system' %}"
@@ -85,7 +85,7 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a test tokenizer is dressed for a template."""
+    """Special tokens and settings that a test tokenizer needs for a template."""
 
     family: str
     special: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ quick = settings(max_examples=25, deadline=None, suppress_health_check=list(Heal
 
 @dataclass(frozen=True, repr=False)
 class Side:
-    """A tokenizer with a chat template, as transformers and as the bridge see it."""
+    """A tokenizer with a chat template: the object of transformers, and its `TextTokenizer`."""
 
     wrapper: Any
     text: TextTokenizer
@@ -160,13 +160,13 @@ class Side:
         return self.encode(self.render(messages, generate))
 
     def prefix(self, messages: Messages) -> list[int]:
-        """Ids up to the end of the last message's text."""
+        """Return the ids up to the end of the last message's text."""
         rendered = self.render(messages, generate=False)
         last = messages[-1]["content"]
         return self.encode(rendered[: rendered.rindex(last) + len(last)])
 
     def with_bos(self, ids: list[int]) -> list[int]:
-        """After the BOS that the tokenizer starts every text with."""
+        """Return ids that begin with BOS if the tokenizer begins every text with it."""
         bos = self.text.bos_id
         return [bos, *ids] if self.text.adds_bos and ids[:1] != [bos] else ids
 
@@ -225,7 +225,7 @@ def opened(bridge: Bridge, ids: Sequence[int]) -> TextContext:
 
 
 def said_by(target: str, messages: Messages) -> Messages:
-    """The conversation with what the target's template adds of its own made explicit."""
+    """Return the conversation with the text that the target's template adds as a system turn."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
     rest = messages[system is not None :]
     if target == "llama-3":
@@ -236,7 +236,10 @@ def said_by(target: str, messages: Messages) -> Messages:
 
 
 def heard_by(drafter: str, messages: Messages) -> Messages:
-    """The conversation as a drafter without system turns is told it."""
+    """Return the conversation for a drafter, whose template may have no system turns.
+
+    In that case the first user turn begins with the system text.
+    """
     if drafter not in NO_SYSTEM or messages[0]["role"] != "system":
         return messages
     system, first, *rest = messages
@@ -249,7 +252,7 @@ def own_ids(drafter: Side, messages: Messages, generate: bool = True) -> list[in
 
 
 def settled(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
-    """Without white space at the end: how that is cut depends on what will follow."""
+    """Return ids without white space at the end, because its tokens depend on the next text."""
     end = len(ids)
     while end and tokenizer.token_bytes[ids[end - 1]].isspace():
         end -= 1
@@ -272,7 +275,7 @@ def test_bridged_is_the_drafters_own(
     context = opened(bridge, theirs.ids(messages))
     told = heard_by(drafter, said_by(target, messages))
     own = own_ids(ours, told)
-    # In "[/INST] Hi" and "# assistant: Hi" the space is written with the reply.
+    # In "[/INST] Hi" and "# assistant: Hi" the space is part of the reply.
     assert settled(ours.text, context.ids) == settled(ours.text, own)
     assert ours.text.decode_bytes(context.ids) == ours.text.decode_bytes(own)
     assert bridge.chat.counts["prompts"] == 1
@@ -373,7 +376,7 @@ def test_a_prompt_that_is_no_conversation_is_as_before(sides: dict[str, Side]) -
     for target, drafter in PAIRS:
         theirs, ours = sides[target], sides[drafter]
         bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
-        unbridged.special = bridge.special  # where turns end is known all the same
+        unbridged.special = bridge.special  # both translate the ends of turns
         cut = theirs.render(conversation(1))[9:]
         for text in ("def f(x):\n    return", "", "x", cut)[: 3 if target == "deepseek" else 4]:
             ids = theirs.wrapper.encode(text)
@@ -386,7 +389,7 @@ def test_text_that_holds_the_escape_is_as_before(sides: dict[str, Side]) -> None
     ids = theirs.ids(conversation(1))
     ids.insert(len(ids) // 2, theirs.text.byte_ids[0xFF])
     bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
-    unbridged.special = bridge.special  # where turns end is known all the same
+    unbridged.special = bridge.special  # both translate the ends of turns
     assert opened(bridge, ids).ids == opened(unbridged, ids).ids
     assert not bridge.chat.counts
 
@@ -412,7 +415,7 @@ def test_steps_equal_one_append(sides: dict[str, Side], data: st.DataObject) -> 
     bridge = bridged(theirs, ours)
     messages = conversation(data.draw(st.sampled_from([1, 3])))
     prompt = theirs.ids(messages)
-    # What is generated looks like turns too, and is none of the prompt.
+    # The generated text contains markers of turns, too. They must not be translated as markers.
     generated = theirs.ids(conversation(2))[: data.draw(st.integers(0, 30))]
     context = opened(bridge, prompt)
     stepwise = opened(bridge, prompt)
@@ -422,7 +425,7 @@ def test_steps_equal_one_append(sides: dict[str, Side], data: st.DataObject) -> 
     assert stepwise.ids == context.ids
 
 
-# What ends an assistant's turn.
+# The token that ends an assistant's turn.
 TURN_ENDS = {
     "llama-3": "<|eot_id|>",
     "chatml": "<|im_end|>",
@@ -436,7 +439,7 @@ TURN_ENDS = {
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_the_end_of_a_turn_is_the_others(sides: dict[str, Side], pair: tuple[str, str]) -> None:
-    """In what is generated and in what is drafted, whether or not it is an EOS."""
+    """This holds in generated and in drafted text, also if the token is not an EOS."""
     theirs, ours = (sides[name] for name in pair)
     bridge = bridged(theirs, ours)
     if not {*pair} <= TURN_ENDS.keys():
@@ -536,7 +539,7 @@ REAL = {
 
 @pytest.fixture(scope="module")
 def real_sides(shared: Path) -> dict[str, Side]:
-    """Real tokenizers, with the chat template beside them or one that is like theirs."""
+    """Real tokenizers with the chat template of their files, or with a similar one."""
     found = {}
     for name, template in REAL.items():
         folder = shared / "tokenizers" / name
@@ -563,7 +566,7 @@ def test_real_tokenizers(real_sides: dict[str, Side], target: str, drafter: str)
     theirs, ours = real_sides[target], real_sides[drafter]
     bridge = bridged(theirs, ours)
     assert bridge.chat.active, bridge.chat
-    # Turns with a system text, where the target's template has such turns.
+    # With a system text if the target's template has system turns.
     system = SYSTEM if "system" in bridge.chat.roles else None
     messages = conversation(3, system)
     context = opened(bridge, theirs.ids(messages))

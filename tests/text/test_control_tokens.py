@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control tokens that both tokenizers have are read and drafted as themselves."""
+"""Control tokens that both tokenizers have: they are read and drafted as control tokens."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -19,7 +19,7 @@ from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import build_maps
 
-# In both tokenizers of `pair`, in another order; the third is one's alone.
+# Control tokens that all tokenizers of `chatty` have, under different ids.
 SHARED = ["</think>", "<tool_call>", "<|turn|>"]
 NAMES = ("byte-level", "byte-level-nfc", "sentencepiece", "unigram")
 texts = st.text("ab c\n(", max_size=12).map(lambda text: f"in{text}x")
@@ -45,12 +45,12 @@ def opened(bridge: Bridge, ids: Sequence[int]) -> Context:
 
 
 def ids_of(tokenizer: TextTokenizer, parts: Sequence[str], *, behind: bool) -> list[int]:
-    """Ids of texts and control tokens in turn, with the tokenizer's own leading spaces.
+    """Return ids of alternating texts and control tokens, with the tokenizer's leading spaces.
 
     Args:
-        tokenizer: Whose ids.
+        tokenizer: Encodes the texts.
         parts: A text, the content of a control token, a text, and so on.
-        behind: Whether the first text has others before it.
+        behind: True if other text comes before the first text.
     """
     ids: list[int] = []
     leading = tokenizer.leading_space
@@ -82,7 +82,7 @@ def test_they_come_back_with_the_text_around_them(
     parts = [first, *(part for pair in rest for part in pair)]
     draft, expected = (ids_of(side, parts, behind=True) for side in (drafter, target))
     (proposal,) = bridge.to_target([known], [draft], [999])
-    # Text behind the known one is what the anchor makes of it; its bytes are compared.
+    # The ids of the first text depend on the anchor. Therefore only its bytes are compared.
     assert target.decode_bytes(proposal) == target.decode_bytes(expected)
     control = bridge.special.target_control
     tail = expected[expected.index(target.special_id_of[rest[0][0]]) :] if rest else []
@@ -133,7 +133,7 @@ def test_what_is_drafted_and_what_is_banned(chatty: dict[str, TextTokenizer]) ->
 
 
 def test_an_unknown_token_is_no_role() -> None:
-    """It stands for text that one vocabulary lacks; the other one lacks other text."""
+    """It replaces text that its vocabulary lacks, and the other vocabulary lacks other text."""
     target, drafter = toy([b"a", b""]), toy([b"ab", b""])
     assert SpecialTokens(target, drafter, [], []).proposed == {1: 1}
     drafter.unknown_id = 1
@@ -159,7 +159,7 @@ def test_equal_tokenizers_ban_nothing(chatty: dict[str, TextTokenizer], mode: st
     assert bridge.to_target([context], [ids], [99]) == [ids]
     assert opened(bridge, ids).ids == ids
     assert bridge.ids_covering(ids, ids) == list(range(1, len(ids) + 1))
-    # Ends that differ do not matter: an id is an id.
+    # Different EOS ids do not matter, because each id is its own translation.
     for ends in ({"target_eos": [marks[0]]}, {"drafter_eos": []}):
         bridge = make_bridge(tokenizer, tokenizer, mode=mode, **ends)
         assert not bridge.banned
@@ -167,7 +167,7 @@ def test_equal_tokenizers_ban_nothing(chatty: dict[str, TextTokenizer], mode: st
 
 
 def test_an_unnamed_id_of_equal_tokenizers() -> None:
-    """A hole in the vocabulary has logits like any other id, so that a target may write it."""
+    """An id without a token has logits like any other id, so a target may sample it."""
     tokenizer = toy([b"a", b"", b"ab"])
     tokenizer.special_text = {}
     bridge = make_bridge(tokenizer, tokenizer, mode="text")

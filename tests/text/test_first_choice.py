@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first drafted token is one that a target may write after the token it has ended."""
+"""First draft tokens: the target may write them after its last token."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ PIECE = 60  # characters
 
 
 def texts_of(source: str, shared: Path | None) -> list[str]:
-    """Books, where they are at hand, or the standard library's sources."""
+    """Return books or the standard library's sources. Skip the test if the books do not exist."""
     if source == "sources":
         return [text[:60_000] for text in recipes.corpus()[:8]]
     folder = shared / "data" / "corpora" if shared else Path("nowhere")
@@ -39,10 +39,10 @@ def opened(bridge: Bridge, ids: list[int]) -> Context:
 def test_what_is_turned_down_is_what_the_target_joins(
     family: dict[str, TextTokenizer], shared_or_none: Path | None, source: str, kind: str
 ) -> None:
-    """The target, given the whole text, has no token ending where a candidate was turned down.
+    """A candidate is rejected only if the target's encoding of the whole text spans that place.
 
-    Of Unigram and BPE without a pre-tokenizer that looks further than a space. Of tokens in another
-    order, l|ll and ll|l, both have the same score, and what stands around decides.
+    This holds for Unigram, and for BPE without a pre-tokenizer that examines more than spaces. Ties
+    are left out: l|ll and ll|l have the same score, so the surrounding text decides.
     """
     texts = texts_of(source, shared_or_none)
     train = {"unigram": recipes.train_unigram, "bpe": recipes.train_sentencepiece}[kind]
@@ -65,7 +65,7 @@ def test_what_is_turned_down_is_what_the_target_joins(
                     data = known + drafter.token_bytes[candidate]
                     whole = target.encode_bytes(data)
                     if target.decode_bytes(whole) != data:
-                        continue  # no text, or not all of it has tokens
+                        continue  # not UTF-8, or the target lacks some of its characters
                     ends = {len(target.decode_bytes(whole[:n])) for n in range(len(whole))}
                     turned = bridge.first_choice(context, [candidate, safe]).id != candidate
                     pair = target.encode_bytes(
@@ -80,7 +80,7 @@ def test_what_is_turned_down_is_what_the_target_joins(
 def test_first_choice_is_not_what_the_target_would_have_joined(
     family: dict[str, TextTokenizer],
 ) -> None:
-    """A target that ended a token after half a word does not go on with the other half."""
+    """A target that ended a token after half a word does not continue with the other half."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
     left, half = next(
@@ -95,7 +95,7 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
     context = bridge.open()
     context.append([*target.encode("x = "), *left])
     assert bridge.first_choice(context, [half, other]) == FirstToken(other)
-    # Its own first choice where none will do.
+    # The drafter's best candidate if none may follow.
     assert bridge.first_choice(context, [half]).id == half
     safe = drafter.encode("\n")[0]
     assert bridge.first_choices(context, [half, other, safe]) == [other, safe]
@@ -112,15 +112,15 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
 def test_first_choice_is_the_space_that_belongs_to_the_next_word(
     family: dict[str, TextTokenizer],
 ) -> None:
-    """Behind an indentation the target goes on with a word and the space before it."""
+    """After an indentation, the target continues with a word and the space before it."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
     ids = target.encode("x    return")
     assert [target.token_bytes[i] for i in ids] == [b"x", b"   ", b" return"]
-    assert b"    " in target.token_bytes  # with nothing behind them it would join all four
+    assert b"    " in target.token_bytes  # at the end of a text, all four are one token
     space, bracket = drafter.token_bytes.index(b" "), drafter.encode("(")[0]
     context = opened(bridge, ids[:2])
-    assert not bridge.may_follow(context, bracket)  # it would have the last of these three
+    assert not bridge.may_follow(context, bracket)  # it would include the last of the three
     assert bridge.first_choice(context, [bracket, space]).id == space
 
 
@@ -149,7 +149,7 @@ def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
 
 
 def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokenizer]) -> None:
-    """Where the target's text ends inside of what the drafter would have written as one token."""
+    """The target's text ends inside a word that is one token of the drafter."""
     target, drafter = family["sentencepiece"], family["byte-level"]
     bridge = make_bridge(target, drafter)
     for word in (data for data in drafter.token_bytes if data[:1] == b" " and data[1:].isalpha()):
@@ -172,7 +172,8 @@ def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokeni
     assert target.decode_bytes(proposal) == word[known:] + b"("
     assert proposal[0] == ids[-1]
     assert bridge.ids_covering(draft, proposal, known) == [1, 2]
-    joined = opened(bridge, target.encode_bytes(b"x =" + word))  # it would have to go on in a word
+    # Here the text already has the whole word.
+    joined = opened(bridge, target.encode_bytes(b"x =" + word))
     assert bridge.longer_last(joined, [whole]) is None
 
 
@@ -180,7 +181,7 @@ def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokeni
 def test_a_last_token_stays_where_it_cannot_be_told(
     family: dict[str, TextTokenizer], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With nothing in the way, any longer one that the target may go on with is taken."""
+    """Without an obstacle, the first longer token that may follow is chosen."""
     monkeypatch.setattr(drafts.DraftTranslator, "may_follow", lambda *_: True)
     target = family["byte-level"]
     drafter = target if why == "equal tokenizers" else family["sentencepiece"]
@@ -199,7 +200,7 @@ def test_a_last_token_stays_where_it_cannot_be_told(
 def test_advice_is_remembered_up_to_a_bound(
     family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is the same, whether remembered, forgotten or found for the first time."""
+    """The choices do not depend on the size of the cache."""
     pair = family["byte-level"], family["sentencepiece"]
     remembers_all = make_bridge(*pair)
     monkeypatch.setattr(drafts, "MEMO_PAIRS", 16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mu against the definition: every pair of drafter tokens encoded by the real tokenizer."""
+"""Merges of SLRS-n (mu), compared with their definition: the tokenizer encodes each pair."""
 
 import dataclasses
 import random
@@ -32,13 +32,13 @@ def merges_of(target: TextTokenizer, drafter: TextTokenizer) -> Merges:
 
 
 def table(merges: Merges, drafter_id: int) -> dict[int, int]:
-    """mu(drafter_id, e) of all e for which it is defined."""
+    """Return mu(drafter_id, e) for all e for which it is defined."""
     merged = merges.among((drafter_id,), np.arange(len(merges._place), dtype=np.int32))
     return {e: t for e, t in enumerate(merged.tolist()) if t >= 0}
 
 
 def candidates(target: TextTokenizer, drafter: TextTokenizer, drafter_id: int) -> set[int]:
-    """All e such that a target token spells drafter_id and goes on with a beginning of e."""
+    """Return all e for which a target token is drafter_id followed by the first bytes of e."""
     data = drafter.token_bytes[drafter_id]
     rests = {t[len(data) :] for t in target.token_bytes if t.startswith(data)} - {b""}
     longest = max(map(len, rests), default=0)
@@ -50,19 +50,19 @@ def candidates(target: TextTokenizer, drafter: TextTokenizer, drafter_id: int) -
 
 
 def spellable(target: TextTokenizer, drafter: TextTokenizer) -> list[int]:
-    """Drafter ids whose bytes the target can write."""
+    """Return the drafter ids whose bytes the target can spell."""
     return np.flatnonzero(build_maps(target, drafter).kappa_first >= 0).tolist()
 
 
 def followed(text: bytes) -> bytes:
-    """A text, with a word behind its last space."""
+    """Return a text. If it ends in white space, a word is added."""
     return text + b"x" if text[-1:].isspace() else text
 
 
 def by_definition(
     target: TextTokenizer, drafter: TextTokenizer, drafter_id: int, following: Sequence[int]
 ) -> dict[int, int]:
-    """mu(drafter_id, e) of each e of ``following``, where it is defined."""
+    """Return mu(drafter_id, e) for each e of ``following`` for which it is defined."""
     data = drafter.token_bytes[drafter_id]
     found: dict[int, int] = {}
     if not data or data not in target.token_bytes:
@@ -77,7 +77,7 @@ def by_definition(
 
 
 def fruitful(merges: Merges, ids: Iterable[int], count: int) -> list[int]:
-    """`count` of the ids, half of them with target tokens that go on from them."""
+    """Return `count` random ids. For at least half of them, a longer target token exists."""
     known, rng = list(ids), random.Random(0)
     with_some = [d for d in known if merges.goes_on((d,))]
     return rng.sample(known, count // 2) + rng.sample(with_some, count // 2)
@@ -96,7 +96,7 @@ def test_merges_of_trained_tokenizers(
         assert table(merges, d) == expected
         assert set(expected) <= candidates(target, drafter, d)
         partners += len(expected)
-    assert partners > 10  # of 16 tokens, whatever the training made of them
+    assert partners > 10  # of 16 tokens, with any trained vocabulary
 
 
 def test_merges_of_whole_vocabularies(family: dict[str, TextTokenizer]) -> None:
@@ -107,7 +107,7 @@ def test_merges_of_whole_vocabularies(family: dict[str, TextTokenizer]) -> None:
 
 
 def test_parts_of_a_character(family: dict[str, TextTokenizer]) -> None:
-    """Joined they are the character's token, or the token of what they have of it."""
+    """Joined parts are the character's token, or the token of an incomplete character."""
     target, han = family["tiktoken"], "中".encode()
     merges = merges_of(target, toy([han[:1], han[1:], han[:2], han[2:] + b"x", han[1:2]]))
     whole = target.encode("中")
@@ -136,7 +136,7 @@ def test_merges_of_small_vocabularies(
 
 @given(target_words=WORDS, drafter_words=WORDS, seed=st.integers(0, 1 << 30))
 def test_merges_of_paths(target_words: list[bytes], drafter_words: list[bytes], seed: int) -> None:
-    """Behind any path that begins in the intersection, of tokens that the target can spell."""
+    """A path must begin in the intersection, and the target must be able to spell its tokens."""
     target, drafter = toy([b"a", b"b", b"", *target_words]), toy([b"", *drafter_words, b"a", b"b "])
     merges, maps = merges_of(target, drafter), build_maps(target, drafter)
     everything = np.arange(drafter.vocab_size, dtype=np.int32)
@@ -158,7 +158,7 @@ def test_merges_of_paths(target_words: list[bytes], drafter_words: list[bytes], 
 
 
 def test_the_last_space_is_left_to_the_word_after_it(family: dict[str, TextTokenizer]) -> None:
-    """Two line ends and then a word are two tokens, though one could spell them."""
+    """Two newlines before a word are two target tokens, although one token spells both."""
     target, drafter = family["byte-level"], toy([b"\n", b" ", b"\n\n", b"  "])
     assert b"\n\n" in target.token_bytes
     assert [target.token_bytes[t] for t in target.encode("\n\nx")][:2] == [b"\n", b"\n"]
@@ -198,7 +198,7 @@ def test_bytes_beyond_the_last_one() -> None:
 
 
 def test_longest_match_is_not_what_the_target_writes(family: dict[str, TextTokenizer]) -> None:
-    """Guards the tests above: the cheap rule must be told from the real tokenizer."""
+    """Negative oracle for the tests above: the longest match often is not the real merge."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     merges = merges_of(target, drafter)
     strings = set(target.token_bytes)
@@ -220,7 +220,7 @@ def test_longest_match_is_not_what_the_target_writes(family: dict[str, TextToken
 
 
 def test_a_rewritten_beginning_is_no_merge(family: dict[str, TextTokenizer]) -> None:
-    """e and a combining accent: the normaliser makes them one character of other bytes."""
+    """The normalizer replaces e and a combining accent by one character with other bytes."""
     target = toy([b"e", b"\xcc", b"\x81", b"e\xcc\x81", "é".encode()], encode=lambda text: [4])
     drafter = toy([b"e", "\u0301".encode()])
     merges = merges_of(target, drafter)
@@ -245,7 +245,7 @@ def test_no_merges_outside_the_intersection_or_with_control() -> None:
 
 
 class Counting:
-    """A target that counts the texts it encodes."""
+    """A target, and the number of texts that it has encoded."""
 
     def __init__(self, target: TextTokenizer) -> None:
         self._encode = target.raw_encode_batch
@@ -277,7 +277,7 @@ def test_verdicts_are_remembered_up_to_a_bound(family: dict[str, TextTokenizer])
     assert asked(np.array([], np.int32)) == 0
     for _ in range(40):
         asked(rng.integers(0, drafter.vocab_size, 64).astype(np.int32))
-    assert asked(some) > 0  # dropped for the others
+    assert asked(some) > 0  # evicted by the other pairs
 
 
 @pytest.mark.parametrize(("target", "drafter"), [("llama-3.1", "qwen2"), ("qwen2", "llama-2")])

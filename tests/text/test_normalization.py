@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers that change, lose or refuse text: what they spell is known, what they lose counted."""
+"""Tokenizers that change or lose text: the bytes of their ids are known, lost bytes are counted."""
 
 import io
 import json
@@ -66,7 +66,7 @@ def bert(text: str) -> str:
     return "".join(word if word in ".?!," else " " + word for word in words)
 
 
-# What each tokenizer's documentation says it makes of text.
+# Documented normalization of each tokenizer.
 DOCUMENTED: dict[str, Callable[[str], str]] = {
     "unigram-fallback": lambda text: text.replace("▁", " "),
     "unigram-words": lambda text: spaced(unicodedata.normalize("NFKC", text).split()),
@@ -86,9 +86,9 @@ DOCUMENTED: dict[str, Callable[[str], str]] = {
 def test_normalisation_is_the_documented_one(variants: dict[str, TextTokenizer], name: str) -> None:
     for text in TEXTS:
         if "<think>" in text:
-            continue  # an added token of some of them, see below
+            continue  # an added token of some tokenizers; see test_added_tokens_stay_whole
         if name == "unigram-words":
-            text = text.replace("▁", " ")  # their mark is a word of its own, not white space
+            text = text.replace("▁", " ")  # the mark is a word, not white space
         assert variants[name].normalize(text) == DOCUMENTED[name](text)
 
 
@@ -100,7 +100,7 @@ def test_bytes_are_those_of_the_normalised_text(
     for text in TEXTS:
         assert_lawful(tokenizer, text)
     assert tokenizer.lossless == (name not in LOSSY)
-    batch = [text for text in TEXTS for _ in range(30)]  # enough for threads
+    batch = [text for text in TEXTS for _ in range(30)]  # so many that the library uses threads
     assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
 
 
@@ -187,7 +187,7 @@ def test_a_normalizer_may_write_bytes_as_characters(backends: dict[str, Any]) ->
 def test_added_tokens_stay_whole(backends: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(backends["byte-level-nfc"])
     think = backends["byte-level-nfc"].token_to_id("<think>")
-    text = "<think>\u0338 >\u0338"  # a line through ">" that composes with the second only
+    text = "<think>\u0338 >\u0338"  # a combining stroke, which composes with the second ">" only
     assert tokenizer.encode(text)[0] == think
     assert tokenizer.normalize(text) == "<think>\u0338 \u226f"
     assert tokenizer.decode_bytes(tokenizer.encode(text)) == "<think>\u0338 \u226f".encode()
@@ -202,7 +202,7 @@ def test_added_tokens_that_normalisation_would_change_are_spelled(backends: dict
 
 
 def test_added_tokens_that_are_pieces_of_the_model(backends: dict[str, Any]) -> None:
-    """In a byte-level vocabulary "é" is a byte and "Ġthe" has a space, whoever adds them."""
+    """In a byte-level vocabulary "é" is a byte and "Ġthe" has a space, also as added tokens."""
     edited = altered(backends["byte-level"])
     edited.add_tokens([AddedToken("é"), AddedToken("Ġthe", normalized=False)])
     tokenizer = load_tokenizer(edited)
@@ -265,7 +265,7 @@ def test_unknown_tokens_are_context_but_never_proposed(
 def test_each_byte_is_lost_once(
     variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str, step: int
 ) -> None:
-    """Whatever the steps it comes in, and where a control token ends the text."""
+    """This holds for steps of any size, and if a control token ends the text."""
     target, drafter = family["byte-level"], variants[name]
     text = "naïve café costs 5 € – déjà vu, über all. " * 8 + "中文" * 700
     ids = [*target.encode(text), 1, *target.encode("é" * 5)]
@@ -281,7 +281,7 @@ def test_each_byte_is_lost_once(
 def test_a_lossy_drafter_drafts(
     variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str
 ) -> None:
-    """Lower case words without punctuation come back as the target's own tokens."""
+    """Lowercase words without punctuation come back as the target's own tokens."""
     target, drafter = family["byte-level"], variants[name]
     ids = target.encode("return the first value in this list of names")
     bridge = make_bridge(target, drafter)
@@ -295,7 +295,7 @@ def test_a_lossy_drafter_drafts(
 
 
 def test_words_start_with_their_space(variants: dict[str, TextTokenizer]) -> None:
-    """The space before the first word is not of the text, as a decoder leaves it out."""
+    """The space before the first word is not part of the text. A decoder omits it."""
     for name in ("wordpiece", "wordpiece-cased", "unigram-words"):
         assert variants[name].leading_space == LeadingSpace("first", unless_present=True)
         assert variants[name].normalize("no spaces") == " no spaces"
@@ -342,7 +342,7 @@ def test_sentencepiece_files_say_what_they_lose(settings: dict[str, Any], reason
 
 
 def test_undecodable_bytes_behind_text_that_is_composed(family: dict[str, TextTokenizer]) -> None:
-    """However long the text, no character is parted before it is composed."""
+    """In a text of any length, no character is split before it is composed."""
     tokenizer = family["byte-level-nfc"]
     for count in range(1, 40):
         jamo = "\u1100\u1161\u11a8" * count

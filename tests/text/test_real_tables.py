@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte tables of real tokenizers: files that are kept beside the project or come with a library."""
+"""Byte tables of real tokenizers, from the shared folder or from an installed library."""
 
 import importlib.resources
 import importlib.util
@@ -15,7 +15,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 
 def mistral_files() -> list[Path]:
-    """All tokenizer files that mistral_common ships, none where it is not installed."""
+    """Return all tokenizer files of mistral_common, or an empty list if it is not installed."""
     if importlib.util.find_spec("mistral_common") is None:
         return []
     data = Path(str(importlib.resources.files("mistral_common"))) / "data"
@@ -65,7 +65,7 @@ def test_bytes_of_mistral_files(file: Path) -> None:
 
 
 def test_raw_ids_are_the_tokenizers_own(real: dict[str, TextTokenizer], shared: Path) -> None:
-    """Apart from the dummy prefix, raw encoding is what the library itself returns."""
+    """Raw encoding returns the library's own ids. Only the dummy prefix is added separately."""
     for name in real_names(shared)[::3]:
         tokenizer = real[name]
         backend = Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
@@ -76,7 +76,7 @@ def test_raw_ids_are_the_tokenizers_own(real: dict[str, TextTokenizer], shared: 
             assert tokenizer.encode_batch([prefix + text] * 900) == [own] * 900
 
 
-# Ids that are no text: first and one past the last of each run.
+# Ids without text. Each run has its first id and the id after its last one.
 SPECIAL_IDS = {
     "codellama": [(0, 3), (32007, 32011)],
     "deepseek-r1-distill-qwen": [(151643, 151644), (151646, 151647), (151650, 151657)],
@@ -125,7 +125,7 @@ def test_real_tokens_are_written_as_by_the_decoder(
 def test_parts_of_characters_in_real_vocabularies(
     real: dict[str, TextTokenizer], name: str
 ) -> None:
-    """All but one or two tokens in a thousand, which begin or end in punctuation."""
+    """Each one is encoded to itself. At most two that begin or end in punctuation are not."""
     tokenizer = real[name]
     broken = not_text(tokenizer)
     other = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers whose bytes cannot be known are refused with one sentence, never by another error."""
+"""Tokenizers whose bytes cannot be determined: they are refused with one sentence."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def test_contractions_that_depend_on_their_word_are_refused() -> None:
     tokenizer.decoder = decoders.WordPiece()
     refused(tokenizer, 'joins contractions such as "\'s"')
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    refused(tokenizer, "cannot spell ordinary text")  # single letters are no words
+    refused(tokenizer, "cannot spell ordinary text")  # single letters are not words
 
 
 def test_vocabularies_that_cannot_be_used_are_refused() -> None:
@@ -84,7 +84,7 @@ def test_errors_of_the_library_are_refusals(backends: dict[str, Any]) -> None:
 
 
 def test_random_damage_is_survived_or_refused(variant_backends: dict[str, Tokenizer]) -> None:
-    """Whatever part of its JSON is missing: what still loads is lawful or refused."""
+    """If parts of its JSON are missing, a tokenizer is either refused or still correct."""
     rng = random.Random(0)
     outcomes = {"loaded": 0, "refused": 0}
     for name in ("bytes", "wordpiece", "unigram-fallback", "characters"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A context grown step by step equals the drafter's own encoding of the whole text."""
+"""Contexts that grow step by step: they equal the drafter's encoding of the whole text."""
 
 import random
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ quick = settings(max_examples=25, deadline=None, suppress_health_check=list(Heal
 
 
 def target_ids(target: TextTokenizer, text: str) -> list[int]:
-    """A target's ids of a text, with the dummy prefix its own tokenizer puts there."""
+    """Return a target's ids of a text, with the dummy prefix of its tokenizer."""
     return target.encode(" " * target.leading_space.applies(first=True) + text)
 
 
 def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> list[int]:
-    """From scratch: what the drafter's own tokenizer makes of the target's text."""
+    """Return the drafter's encoding of the target's whole text."""
     data = target.decode_bytes(ids)
     data = data.removeprefix(b" ") if target.leading_space.applies(first=True) else data
     text = data.decode("utf-8", "ignore")
@@ -63,7 +63,7 @@ def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> 
 
 
 def walk(context: TextContext, ids: list[int], rng: random.Random) -> None:
-    """Append ids in random pieces; checks c at every step."""
+    """Append ids in random pieces. Check the number of kept ids at every step."""
     while context.num_target < len(ids):
         before, at = list(context.ids), context.num_target
         kept = context.append(ids[at : at + rng.randint(1, 6)])
@@ -119,7 +119,7 @@ def test_text_without_spaces_keeps_a_short_tail(family: dict[str, TextTokenizer]
 
 
 def test_normalised_text_without_spaces_is_cut_by_force(family: dict[str, TextTokenizer]) -> None:
-    """NFC makes ids and text differ everywhere, so that no cut can be checked."""
+    """With NFC, ids and text differ everywhere, so no cut can be checked."""
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     context = make_bridge(target, drafter).open()
     text = "e\u0301a\u0300" * 6000
@@ -134,7 +134,7 @@ def test_normalised_text_without_spaces_is_cut_by_force(family: dict[str, TextTo
 @quick
 @given(seed=st.integers(0, 2**16))
 def test_any_target_ids_at_all(family: dict[str, TextTokenizer], seed: int) -> None:
-    """Ids no text encodes to (cut characters, invalid bytes, special tokens, unknown ids)."""
+    """The ids include cut characters, invalid bytes, special tokens and unknown ids."""
     rng = random.Random(seed)
     for target_name, drafter_name in PAIRS[:5]:
         target, drafter = family[target_name], family[drafter_name]
@@ -183,7 +183,8 @@ def test_special_tokens_by_role(family: dict[str, TextTokenizer]) -> None:
     bridge = make_bridge(target, drafter, target_eos=[0], drafter_eos=[2])
     context = bridge.open()
     bridge.extend([context], [[*target.encode("hi there"), 0, user, *target.encode("ok")]])
-    # EOS is EOS; a special token the drafter lacks is text; text after a special token starts anew.
+    # EOS becomes EOS. A special token that the drafter lacks becomes text. Text after a special
+    # token gets a leading space again.
     assert context.ids == [1, *drafter.encode(" hi there"), 2, *drafter.encode(" <|user|>ok")]
 
 
@@ -229,7 +230,7 @@ def test_a_failing_context_is_broken_alone(
 
 
 def tekken_of(encoding: Any) -> Any:
-    """What mistral_common makes of an encoding: special tokens come first."""
+    """Return an encoding in the form of mistral_common, in which special tokens come first."""
     return SimpleNamespace(
         _model=encoding,
         num_special_tokens=3,
@@ -245,7 +246,7 @@ def tekken_of(encoding: Any) -> Any:
 def test_a_panic_of_tiktoken_breaks_one_context(
     family: dict[str, TextTokenizer], kind: str
 ) -> None:
-    """A panic is no `Exception`; the text that it came of is not encoded again."""
+    """A panic is not an `Exception`. The text that caused it is not encoded again."""
     target, encoding = family["byte-level"], recipes.build_tiktoken()
     own, tried = encoding.encode_ordinary, list[int]()
     real = kind == "real"
@@ -294,7 +295,10 @@ def test_other_interruptions_go_on() -> None:
 
 
 def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextTokenizer]) -> None:
-    """At the end of a text the run would be one token, and the drafter would expect more of it."""
+    """Encoded at the end of a text, the run would be one token.
+
+    The drafter would then expect more white space.
+    """
     tokenizer = family["byte-level"]
     word = tokenizer.encode("class")
     split = tokenizer.encode("value\n\nclass")[: -len(word)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of a pair of tokenizers against brute force, and of real pairs against known sizes."""
+"""Statistics of a pair, compared with brute force, and with known sizes of real pairs."""
 
 import json
 import re
@@ -28,8 +28,8 @@ from vllm_hetero_spec.text.statistics import (
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import build_maps
 
-# Pairs of published models and their tokens of both: by get_vocab(), with spaces normalised, by
-# bytes. Mixtral-8x22B has Mistral v3's tokenizer, vicuna-68m Llama 2's, tiny_starcoder StarCoder's.
+# Number of common tokens of published models: by get_vocab(), with normalized spaces, and by bytes.
+# Mixtral-8x22B has Mistral v3's tokenizer, vicuna-68m Llama 2's, and tiny_starcoder StarCoder's.
 PUBLISHED = {
     ("llama-3.1", "qwen2"): (109_566, 109_566, 109_566),
     ("mistral-v3-32768", "llama-2"): (24_184, 24_184, 24_088),
@@ -47,7 +47,7 @@ def measure(target: TextTokenizer, drafter: TextTokenizer, *documents: str) -> P
 
 
 def strings(shared: Path, name: str) -> set[str]:
-    """The tokens of a tokenizer.json as it writes them."""
+    """Return the token strings of a tokenizer.json, as written in the file."""
     spec: dict[str, Any] = json.loads((shared / "tokenizers" / name / "tokenizer.json").read_text())
     return {*spec["model"]["vocab"], *(token["content"] for token in spec["added_tokens"])}
 
@@ -88,7 +88,7 @@ def test_readings_of_the_intersection(family: dict[str, TextTokenizer]) -> None:
         ["Ġthe", "ĠĠ", "Ġ", "aĠb", "x"],
     )
     assert overlap.get_vocab == 1
-    assert overlap.space_normalised == 4  # a mark within a token stays what it is
+    assert overlap.space_normalised == 4  # a mark inside a token is not normalized
     expected = {data for data in target.token_bytes if data and data in drafter.token_bytes}
     assert shared_text(target, drafter) == expected
     assert overlap.text_bytes == len(expected)
@@ -107,7 +107,7 @@ def brute_straddling(ends: list[int], others: list[int]) -> int:
     left=st.lists(st.integers(0, 4), max_size=12), right=st.lists(st.integers(0, 4), max_size=12)
 )
 def test_straddling_tokens(left: list[int], right: list[int]) -> None:
-    """Of any two tokenizations of the same bytes, empty tokens included."""
+    """This holds for any two tokenizations of the same bytes, also with empty tokens."""
     missing = sum(left) - sum(right)
     (right if missing > 0 else left).append(abs(missing))
     ends, others = list(accumulate(left)), list(accumulate(right))
@@ -133,7 +133,7 @@ def test_shares_of_a_text(family: dict[str, TextTokenizer], target: str, drafter
     assert found.text_bytes == len(CALIBRATION_TEXT.encode())
     assert found.omega_t == pytest.approx(sum(t in writable for t in tokens) / len(tokens))
     assert found.omega_k >= found.omega_t
-    # A token of both is its own first token, also where the target would split it.
+    # A common token is its own first token, even if the target would split it.
     reachable = sum(token in begun | writable for token in tokens)
     assert found.omega_k == pytest.approx(reachable / len(tokens))
     ends = [
@@ -157,7 +157,7 @@ def test_a_tokenizer_shares_everything_with_itself(family: dict[str, TextTokeniz
 
 
 def test_only_lines_at_fault_count_as_changed(family: dict[str, TextTokenizer]) -> None:
-    """The lines around a rewritten one are still compared."""
+    """The lines around a changed line are still compared."""
     exact, composing = family["byte-level"], family["byte-level-nfc"]
     rewritten, good = "cafe\u0301 au lait\n", "def mean(values):\n"
     found = measure(composing, exact, good * 2 + rewritten + "\n" + good)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs hangs on its new text alone, whatever the text and the tokenizers."""
+"""Cost of a step of translation: it depends only on the new text, for all tokenizers."""
 
 import pytest
 from fuzz_model import separable
@@ -17,7 +17,7 @@ def normalised(
     family: dict[str, TextTokenizer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[int]:
-    """Characters of each text that a drafter of these tests normalises."""
+    """Length in characters of each text that a drafter of these tests normalizes."""
     lengths: list[int] = []
     for drafter in (family["byte-level-nfc"], variants["unigram-words"]):
         own = drafter.raw_normalize
@@ -43,9 +43,13 @@ def test_a_run_of_marks_is_cut_without_a_look_at_all_of_it(
 def test_text_that_parts_nowhere_is_cut_after_some_tries(
     variants: dict[str, TextTokenizer], normalised: list[int], times: int
 ) -> None:
-    """A drafter that puts a space before every text: any two parts have one more than the whole."""
+    """The drafter puts a space before every text, so no place is safe.
+
+    Two parts of a text have one space more than the whole text.
+    """
     tail = "ab" * 1000 * times
     assert cuts.forced_cut(variants["unigram-words"], tail) == len(tail) // 2
+    # FORCED_TRIES, texts per try, characters per text: more than 2 * FORCED_NEAR + 1.
     assert 0 < sum(normalised) < 64 * 3 * 300
 
 
@@ -53,7 +57,10 @@ def test_text_that_parts_nowhere_is_cut_after_some_tries(
 def test_a_forced_cut_lies_where_the_whole_text_parts(
     family: dict[str, TextTokenizer], marks: int
 ) -> None:
-    """What is near a place tells as much as the whole text; marks of one character do not part."""
+    """The characters near a place give the same result as the whole text.
+
+    The marks of one character are not separated.
+    """
     drafter, half = family["byte-level-nfc"], "e\u0301a\u0300" * 300
     tail = half + "\u0301" * marks + "e" + half[:1200]
     parting = [place for place in range(1, len(tail) // 2 + 1) if separable(drafter, tail, place)]
@@ -88,7 +95,7 @@ def test_text_of_few_drafter_ids_keeps_a_short_tail(
 def test_a_prompt_is_read_in_runs_between_control_tokens(
     family: dict[str, TextTokenizer], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many times as there are control tokens, and to the ids that single tokens give."""
+    """Text between control tokens is read at once, with the same ids as token by token."""
     target, drafter = family[pair[0]], family[pair[1]]
     bridge = make_bridge(target, drafter, target_eos=[1], drafter_eos=[2])
     end, unknown, cut = 1, target.vocab_size + 5, target_ids(target, "中")[:-1]

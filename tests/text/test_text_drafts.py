@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts come back as the target's own tokens."""
+"""Translation of drafts: text that the target wrote comes back as its own tokens."""
 
 import json
 import random
@@ -49,20 +49,20 @@ def opened(bridge: Bridge, ids: Sequence[int]) -> Context:
 
 
 def assert_round_trip(target: TextTokenizer, drafter: TextTokenizer, text: str) -> None:
-    """Split the target's ids anywhere: the rest, drafted as drafter ids, comes back as it was."""
+    """At several splits, the rest of the target's ids comes back if the drafter drafts it."""
     ids = target.encode(" " * target.leading_space.applies(first=True) + text)
     bridge = make_bridge(target, drafter, mode="text")
     splits = sorted(random.Random(text).sample(range(len(ids)), min(12, len(ids))))
     for split in splits:
         rest = target.decode_bytes(ids[split:])
-        if split == 0:  # the drafter puts its own space before a text, or none
+        if split == 0:  # use the drafter's rule for a leading space
             rest = rest.removeprefix(b" " * target.leading_space.applies(first=True))
             rest = b" " * drafter.leading_space.applies(first=True) + rest
         context = opened(bridge, ids[:split])
         drafted = drafter.encode_bytes(context.held + rest)
         assert one(bridge, context, drafted) == ids[split:], (split, text)
         last = target.token_bytes[ids[split - 1]] if split else b""
-        if known := max(0, len(last) - len(context.held)):  # drafted before that was written
+        if known := max(0, len(last) - len(context.held)):  # drafted one target token earlier
             earlier = drafter.encode_bytes(last + rest)
             assert bridge.to_target([context], [earlier], [9999], [known])[0] == ids[split:]
     assert not bridge.failures.total()
@@ -87,7 +87,7 @@ def test_real_target_tokens_come_back(real: dict[str, TextTokenizer], text: str)
 def test_a_dummy_prefix_fails_the_same_check(
     family: dict[str, TextTokenizer], backends: dict[str, Tokenizer]
 ) -> None:
-    """Negative oracle: a SentencePiece tokenizer's own encode() of the draft is not its tokens."""
+    """Negative oracle: a SentencePiece tokenizer's own encode() of a draft gives other tokens."""
     target, drafter = family["sentencepiece"], family["byte-level"]
     text = "def f(self):\n    return self.value"
     ids = target.encode(" " + text)
@@ -100,7 +100,7 @@ def test_a_dummy_prefix_fails_the_same_check(
 
 
 def test_encoding_the_draft_alone_fails_the_same_check(real: dict[str, TextTokenizer]) -> None:
-    """Negative oracle: what a pre-tokenizer makes of the draft depends on the text before it."""
+    """Negative oracle: the pre-tokenizer's splits of a draft depend on the text before it."""
     target, drafter = real["qwen2"], real["llama-2"]
     known, rest = "        if '%", "(default)' not in help"
     ids = target.encode(known + rest)
@@ -112,7 +112,7 @@ def test_encoding_the_draft_alone_fails_the_same_check(real: dict[str, TextToken
 
 
 def test_a_draft_that_a_merge_would_swallow(family: dict[str, TextTokenizer]) -> None:
-    """The known text ends inside what would be one token: the draft is encoded alone."""
+    """If known text and draft would join to one token, the draft is encoded alone."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     (whole,) = target.encode(" return")
     head = target.encode(" ret")
@@ -212,7 +212,7 @@ def test_text_that_looks_special_is_never_proposed_as_special(
 def test_an_eos_that_is_ordinary_text_is_not_proposed_as_text(
     family: dict[str, TextTokenizer],
 ) -> None:
-    """Phi-3 lists </s> among its ordinary added tokens; as EOS it is proposed by role only."""
+    """Phi-3 lists </s> among its ordinary added tokens. As EOS it is proposed by role only."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     (think,) = target.encode("<think>")
     bridge = make_bridge(target, drafter, target_eos=[think], drafter_eos=[2])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token bridge under any text, any ids and any walk, for all pairs of tokenizers.
+"""Fuzz tests of the token bridge: any text, any ids and any walk, for all pairs of tokenizers.
 
-HETERO_SPEC_FUZZ=<number of cases> makes the fuzz test a long one (a thousand cases take a few
-seconds); what it has counted is printed with ``pytest -s``.
+HETERO_SPEC_FUZZ=<number of cases> sets the length of the fuzz test. A thousand cases take a few
+seconds. ``pytest -s`` prints the counts.
 """
 
 import importlib.resources
@@ -34,7 +34,7 @@ PIECES = 40 if LONG else 4
 
 
 class Loaded(Mapping[str, TextTokenizer]):
-    """Tokenizers that are loaded when they are first asked for."""
+    """Tokenizers that are loaded on first use."""
 
     def __init__(self, loaders: Mapping[str, Callable[[], TextTokenizer]]) -> None:
         self._loaders, self._loaded = loaders, dict[str, TextTokenizer]()
@@ -52,7 +52,7 @@ class Loaded(Mapping[str, TextTokenizer]):
 
 
 def mistral_loaders() -> dict[str, Callable[[], TextTokenizer]]:
-    """The Tekken and SentencePiece files that mistral_common ships."""
+    """Return loaders of the Tekken and SentencePiece files of mistral_common."""
     try:
         from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
         from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -71,9 +71,9 @@ def mistral_loaders() -> dict[str, Callable[[], TextTokenizer]]:
 
 @pytest.fixture(scope="session")
 def by_class() -> TextTokenizer:
-    """Llama 3's and Qwen's pre-tokenizer: what a character belongs to depends on those before it.
+    """Llama 3's and Qwen's pre-tokenizer, whose splits depend on the characters before a place.
 
-    A letter takes one punctuation mark before it along, but of several the last stays with them.
+    A single punctuation mark is joined to the letters after it. The last one of several is not.
     """
     classes = (
         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -109,7 +109,7 @@ def everything(
     request: pytest.FixtureRequest,
     shared_or_none: Path | None,
 ) -> Mapping[str, TextTokenizer]:
-    """All tokenizers there are: trained, real, and those of mistral_common."""
+    """All available tokenizers: trained ones, real ones, and those of mistral_common."""
     loaders: dict[str, Callable[[], TextTokenizer]] = {
         name: (lambda name=name: trained[name]) for name in trained
     }
@@ -122,7 +122,7 @@ def everything(
 
 
 def natural_texts(shared: Path | None, pieces: int, rng: random.Random) -> list[str]:
-    """Pieces of the standard library's sources and, where they are, of prompts and books."""
+    """Return pieces of the standard library's sources and, if they exist, of prompts and books."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in rng.sample(files, 12)]
     if shared is not None:
@@ -145,7 +145,7 @@ def test_fuzz(
     record_property: Callable[[str, object], None],
     pytestconfig: pytest.Config,
 ) -> None:
-    """Any case of any pair; see Walk for what holds in it."""
+    """Random cases of all pairs. `Walk` in `fuzzing.py` contains the invariants."""
     count = LONG or (SHORT if pytestconfig.getoption("--full") else FEW)
     checker = Checker(everything)
     counts = fuzz(checker, count)
@@ -164,7 +164,7 @@ def test_natural_text(
     shared_or_none: Path | None,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Text as people write it: contexts are the whole text encoded, and drafts come back."""
+    """With natural text, nearly all contexts equal the whole text encoded, and drafts come back."""
     rng = random.Random(0)
     checker = Checker(everything)
     targets = [name for name, tokenizer in everything.items() if tokenizer.lossless]
@@ -180,7 +180,7 @@ def test_natural_text(
     assert counts.share("round trips that differ", "round trips") < 0.002
 
 
-# Cases that were once found to fail.
+# Cases that failed once.
 FOUND = {
     "a candidate that is no token": Case(
         ("byte-level", "tiktoken"), (b"",), (), noise=(("beyond", 0),)
@@ -223,11 +223,11 @@ def test_what_was_found(trained: dict[str, TextTokenizer], found: str) -> None:
     Checker(trained).check(FOUND[found])
 
 
-# ---- Negative oracles: the checks above must not pass with a bridge that is wrong.
+# ---- Negative oracles: the checks above must fail with a wrong bridge.
 
 
 def cut_anywhere(self: TextContext, at: int, tail_ids: Sequence[int]) -> bool:
-    """The cut, at any character and without the check."""
+    """Wrong `_cut_at`: cuts at any character, without a check."""
     at = len(self._tail) * 2 // 3
     left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
     self._replace_tail([*left, *right])
@@ -236,13 +236,13 @@ def cut_anywhere(self: TextContext, at: int, tail_ids: Sequence[int]) -> bool:
 
 
 def no_anchor(self: DraftTranslator, ids: Sequence[int], job: Any) -> None:
-    """The draft, encoded without the text it continues."""
+    """Wrong `_boundary`: always None, so the draft is encoded without the text before it."""
 
 
 def all_of_it(
     self: DraftTranslator, ids: Sequence[int], job: Any, limit: int
 ) -> tuple[list[int], bool]:
-    """A proposal that was never compared with the bytes that were drafted."""
+    """Wrong `_checked`: does not compare the proposal with the drafted bytes."""
     return list(ids[:limit]), True
 
 
@@ -292,7 +292,7 @@ def test_a_wrong_bridge_is_caught(
 def test_display_strings_are_caught(
     family: dict[str, TextTokenizer], backends: dict[str, Any], side: str
 ) -> None:
-    """A byte table of display strings, as ``get_vocab`` gives them."""
+    """A byte table of display strings, as ``get_vocab`` returns them, violates an invariant."""
     table = [b""] * family["byte-level"].vocab_size
     for piece, token_id in backends["byte-level"].get_vocab().items():
         if token_id not in family["byte-level"].special_ids:

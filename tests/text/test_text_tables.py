@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of the ids are the bytes of the text, for every tokenizer family."""
+"""Byte tables: the bytes of the ids are the bytes of the text, for every tokenizer family."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def test_unspellable_bytes_are_dropped_and_counted(family: dict[str, TextTokeniz
     ids = unigram.encode_bytes(b"in\xff\xfe the")
     assert unigram.decode_bytes(ids) == b"in the"
     assert unigram.lost_bytes("in\udcff\udcfe the", ids) == 2
-    stray = "in\ud800 the"  # no byte's surrogate
+    stray = "in\ud800 the"  # a surrogate that stands for no byte
     assert unigram.decode_bytes(unigram.encode(stray)) == b"in the"
     assert unigram.lost_bytes(stray, unigram.encode(stray)) == 1
 
@@ -113,7 +113,7 @@ def test_added_text_tokens_stay_active_and_keep_their_spaces(
 
 
 def test_loading_leaves_the_original_as_it_was(backends: dict[str, Any]) -> None:
-    """The model is shared with it, the rest is not."""
+    """The loaded tokenizer shares the model with the original, but no other component."""
     backend = Tokenizer.from_str(backends["byte-level"].to_str())
     before = backend.to_str(), backend.encode("a <think>  <|user|>").ids
     load_tokenizer(backend).encode("a <think>  <|user|>")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maps between two vocabularies: bytes in every row, the real tokenizer's choice, the cache."""
+"""Maps between two vocabularies: bytes of each row, the target's own tokens, and the cache."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ def rows_of(maps: VocabularyMaps) -> list[list[int]]:
 
 
 def assert_maps(maps: VocabularyMaps, target: TextTokenizer, drafter: TextTokenizer) -> None:
-    """Everything the maps promise, checked id by id."""
+    """Check all properties of the maps, id by id."""
     assert (maps.target_size, maps.drafter_size) == (target.vocab_size, drafter.vocab_size)
     assert {array.dtype for array in (maps.d2t, maps.kappa_ptr, maps.kappa_ids)} == {
         np.dtype(np.int32)
@@ -43,7 +43,7 @@ def assert_maps(maps: VocabularyMaps, target: TextTokenizer, drafter: TextTokeni
             assert all(0 <= t < target.vocab_size for t in row)
             assert b"".join(target.token_bytes[t] for t in row) == data
             assert target.special_ids.isdisjoint(row)
-        elif data:  # the target has no way to write these bytes
+        elif data:  # the target cannot spell these bytes
             assert target.decode_bytes(target.encode_bytes(data)) != data
             assert any(target.byte_ids[byte] < 0 for byte in data)
     assert maps.intersection.tolist() == [d for d, t in enumerate(maps.d2t) if t >= 0]
@@ -109,7 +109,7 @@ def test_of_equal_target_tokens_never_emitted_the_smallest() -> None:
 
 
 def test_a_token_the_target_would_split_is_itself() -> None:
-    """So that what is pushed through kappa covers at least what the intersection covers."""
+    """A common token is its own row, so `kappa` covers at least what the intersection covers."""
     target = toy([b"a", b"b", b"abb"])
     assert target.encode("abb") == [0, 1, 1]
     assert rows_of(build_maps(target, toy([b"abb", b"ab"]))) == [[2], [0, 1]]
@@ -130,7 +130,10 @@ def test_text_the_normaliser_rewrites_is_spelled_bytewise(
 
 
 def test_undecodable_tokens() -> None:
-    """The target's own token of the bytes, else text and byte tokens, else nothing."""
+    """A row is the target's own token of the bytes, if it has one.
+
+    Otherwise it consists of text and byte tokens. If these cannot spell the bytes, it is empty.
+    """
     han = "中".encode()
     spelled = toy([b"x", b"a", b"xa", *BYTES, han[:2], han])
     maps = build_maps(spelled, toy([han[:2], b"xa" + han[:1], han[1:]]))
@@ -168,7 +171,7 @@ def ends(
 
 
 def test_control_tokens_by_string_and_ends_by_role() -> None:
-    """<2> is a control token of both, 0 and 4 are ends of the drafter that the target lacks."""
+    """<2> is a control token of both. 0 and 4 are EOS of the drafter that the target lacks."""
     target, drafter = toy([b"a", b"b", b"", b""]), toy([b"", b"ab", b"", b"b", b""])
     maps = build_maps(target, drafter)
     assert rows_of(maps) == [[], [0, 1], [], [1], []]
@@ -199,7 +202,7 @@ PAIR = toy([b"a", b"b", b"ab", b""]), toy([b"a", b"abb", b"", b"ba"])
 
 
 def unbuildable() -> TextTokenizer:
-    """The target of PAIR, with an encoder that must not be asked."""
+    """Return the target of PAIR with an encoder that must not be called."""
 
     def refuse(texts: Sequence[str]) -> list[list[int]]:
         raise AssertionError(f"encoded {texts}")
@@ -319,5 +322,5 @@ def test_default_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv("XDG_CACHE_HOME", given_root)
         assert default_cache() == root / "vllm_hetero_spec" / "maps"
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home folder
     assert default_cache() is None

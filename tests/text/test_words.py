@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts are encoded word by word where that gives what `tokenizers` gives, and only there."""
+"""Encoding word by word: it is used only for texts for which it equals `tokenizers`."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ DEEPSEEK_3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-GAPS = (r"\p{Lu}\p{Ll}+", r"[0-9]{2}")  # most of a text lies between what they match
+GAPS = (r"\p{Lu}\p{Ll}+", r"[0-9]{2}")  # most of a text lies between their matches
 READ_OTHERWISE = (
     r"\s++$", r"^a", r"(a)b", r"\p{N}{1,3}+", r"[a&&[b]]", r"[[:alpha:]]", r"\p{Han}+", r"\h+",
     r"a\z", r"(?<n>a)", r"a{,3}", r"[\p{^L}]", r"\P{L}", r"a*", r"\p{L", "[", "a|",
@@ -62,7 +62,7 @@ def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
 
 
 def train_across_spaces() -> Tokenizer:
-    """SentencePiece's alphabet without words: tokens go on behind spaces."""
+    """SentencePiece's alphabet without words: tokens may have spaces inside."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     learner.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
@@ -83,7 +83,7 @@ def train_across_spaces() -> Tokenizer:
 
 
 def raw_of(tokenizer: Tokenizer, patch: pytest.MonkeyPatch) -> tuple[RawCopy, Pipeline, Any]:
-    """What `words.encoder` is given for a tokenizer."""
+    """Return the arguments of `words.encoder` for a tokenizer."""
     given: list[Any] = []
 
     def spy(*arguments: Any) -> words.Encode:
@@ -97,7 +97,7 @@ def raw_of(tokenizer: Tokenizer, patch: pytest.MonkeyPatch) -> tuple[RawCopy, Pi
 
 
 class Counted:
-    """An encoder of words, and how many texts it left to `tokenizers`."""
+    """An encoder of words, and the number of texts that `tokenizers` encoded instead."""
 
     def __init__(self, raw: RawCopy, pipeline: Pipeline, table: Sequence[bytes]) -> None:
         self.left = 0
@@ -175,21 +175,22 @@ def test_every_plain_character_is_of_the_kind_it_has_in_tokenizers(pattern: str)
 
 
 def test_composition_leaves_plain_characters_alone() -> None:
-    """Whatever their order: none is decomposed, is a mark that moves, or joins one before it."""
-    seconds = {chr(code) for code in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}  # of Hangul
+    """This holds in any order: none is decomposed, reordered or joined to the one before it."""
+    seconds = {chr(code) for code in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}  # Hangul
     for code in range(sys.maxunicode + 1):
         spelled = decomposition(chr(code))
         if spelled and not spelled.startswith("<"):
             seconds |= {chr(int(part, 16)) for part in spelled.split()[1:]}
     assert all(is_normalized("NFC", char) and char not in seconds for char in PLAIN)
-    assert {combining(char) for char in PLAIN} == {0, 9}  # only virama: they keep their order
+    # The only marks are viramas (9). Marks of the same class are not reordered.
+    assert {combining(char) for char in PLAIN} == {0, 9}
 
 
 @pytest.mark.parametrize("individual", [True, False])
 def test_digits_and_bytes(
     individual: bool, backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sections that cut, one after the other, as StarCoder has them."""
+    """Two pre-tokenizers that split, one after the other, as in StarCoder."""
     own = pre_tokenizers.ByteLevel(add_prefix_space=False)
     both = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), own])
     digits = altered(backends["byte-level"], pre_tokenizer=both)
@@ -202,7 +203,7 @@ def test_digits_and_bytes(
 def test_splits_at_spaces_that_are_gone(
     backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma's layout: spaces are replaced, then looked for."""
+    """Gemma's layout: spaces are replaced before the text is split at spaces."""
     mark = normalizers.Replace(" ", "▁")
     split = pre_tokenizers.Split(" ", "merged_with_previous")
     gemma = altered(backends["sentencepiece"], normalizer=mark, pre_tokenizer=split)
@@ -227,13 +228,13 @@ def test_splits_at_spaces_that_are_still_there(
 
 
 def test_tokens_that_go_on_behind_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are never cut; where all spaces are cut, ids are others."""
+    """Such tokens are never cut. If texts were cut before all spaces, the ids would differ."""
     raw, pipeline, table = raw_of(train_across_spaces(), monkeypatch)
     assert any(b" " in data.strip(b" ") for data in table)
     assert_as_in_tokenizers(Counted(raw, pipeline, table))
     blind = words.cut_before_spaces([b"a"])
     monkeypatch.setattr(words, "cut_before_spaces", lambda table: blind)
-    # What is compared at the start finds it out.
+    # The comparison at start-up detects the difference.
     assert words.encoder(raw, pipeline, table).__name__ == "encode"
     monkeypatch.setattr(words, "CALIBRATION_TEXT", "")
     with pytest.raises(AssertionError):
@@ -265,7 +266,7 @@ def test_others_are_left_to_tokenizers(
 
 
 def test_few_words_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many words there are, and none of a prompt."""
+    """The cache has a bound, and the words of a prompt are not cached."""
     monkeypatch.setattr(words, "MEMO_WORDS", 4)
     raw, pipeline, table = raw_of(train_byte_level(700), monkeypatch)
     counted = Counted(raw, pipeline, table)
@@ -294,7 +295,7 @@ def test_words_that_come_again_are_looked_up(
     long = "x" * (words.LONGEST_WORD + 1)
     assert counted.right(long)
     assert counted.right(long)
-    assert spelled == [long, long]  # it would take a place, and hardly come again
+    assert spelled == [long, long]  # not cached: it would rarely occur again
 
 
 def test_words_of_real_tokenizers(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

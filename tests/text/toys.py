@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers written down by hand: byte strings and the order in which pairs of them are joined."""
+"""Tokenizers written by hand: a list of byte strings, joined in the order of their ids."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ def toy(
     encode: Callable[[str], list[int]] | None = None,
     eos: int | None = None,
 ) -> TextTokenizer:
-    """A tokenizer with these pieces; b"" is a special token. Without ``encode``, BPE by id.
+    """Return a tokenizer with these pieces. b"" is a special token.
 
-    BPE by id: text starts as single bytes, and of the neighbours that join to a piece those with
-    the smallest id are joined first. Of equal pieces only the first is ever emitted.
+    The default encoder is BPE by id: it begins with single bytes, and joins the neighbours whose
+    joined piece has the smallest id first. Of equal pieces, only the first one is emitted.
     """
     ids = {data: token_id for token_id, data in reversed(list(enumerate(pieces)))}
 
