@@ -175,7 +175,7 @@ def test_what_goes_on(family: dict[str, TextTokenizer]) -> None:
     assert able.any()
     assert able.tolist() == [merges.goes_on((d,)) for d in range(drafter.vocab_size)]
     path = [drafter.token_bytes.index(bytes([byte])) for byte in b" retur"]
-    assert target.token_bytes.index(b" return")
+    assert b" return" in target.token_bytes
     assert all(merges.goes_on(path[: length + 1]) for length in range(len(path)))
     ends = np.array([drafter.token_bytes.index(byte) for byte in (b"n", b"x")], np.int32)
     assert merges.among(path, ends).tolist() == [target.token_bytes.index(b" return"), -1]
