@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface between a rank that drafts and the source of its drafts."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from vllm_hetero_spec.draft.draft import Draft
@@ -73,39 +73,3 @@ class DraftSource(Protocol):
 
     def export_to(self, stats: DraftStats) -> None:
         """Update the counters that are kept elsewhere."""
-
-
-class WaitPolicy(Control, Protocol):
-    """A `Control` for precomputed drafts."""
-
-    def wait(
-        self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
-    ) -> tuple[int, float]:
-        """Decide how long to wait for drafts that were not precomputed.
-
-        Args:
-            missing: By request, how many target tokens its draft should have, at least one.
-            each: Drafter tokens per target token.
-            unread: Context tokens that the drafter has to read before.
-            wrong: Requests among them whose precomputed drafts were all wrong.
-
-        Returns:
-            Target tokens to wait for (0: do not wait), and the longest wait in seconds.
-        """
-
-    def looked_up(self, rank: int | None, guesses: int) -> None:
-        """Learn which precomputed draft was found.
-
-        Args:
-            rank: Index of its continuation, 0 for the chain; None if all were wrong.
-            guesses: Number of branches beside the chain.
-        """
-
-    def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """Choose the number of branches beside each chain, at most `most`.
-
-        Args:
-            drafting: Number of chains.
-            longest: Target tokens of the longest draft.
-            each: Drafter tokens per target token.
-        """

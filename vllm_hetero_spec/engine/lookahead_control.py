@@ -48,7 +48,7 @@ class PlanPolicy(Protocol):
 
     @property
     def race_chances(self) -> Callable[..., Any]:
-        """What rounds of such drafts need of the policy."""
+        """Function that values the tokens of sampled drafts, for rounds of such drafts."""
 
     def observe(self, step: StepView) -> int:
         """Learn from a step. Return the context tokens that its drafts made the target read."""

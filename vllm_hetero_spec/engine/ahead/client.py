@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.ahead.control import PrecomputedDrafts
 from vllm_hetero_spec.engine.ahead.deployment import Deployment
 from vllm_hetero_spec.engine.ahead.lookup import (
     Lookup,
@@ -26,7 +27,6 @@ from vllm_hetero_spec.engine.ahead.messages import MOST_IDS, MOST_ROWS, RequestU
 from vllm_hetero_spec.engine.ahead.remote_requests import RemoteRequests
 from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
 from vllm_hetero_spec.engine.ahead.supervisor import SupervisedProcess
-from vllm_hetero_spec.engine.draft_source import WaitPolicy
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask, DraftTiming
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -73,7 +73,7 @@ class ProcessSource:
         self._most_rows = deployment.most_rows
         self._serial = 0
         # Between `begin` and `finish`.
-        self._control: WaitPolicy
+        self._control: PrecomputedDrafts
         self._found: list[LookupResult] = []
         self._took = 0.0
         self._before = self._process.counts  # at the previous step
@@ -83,7 +83,7 @@ class ProcessSource:
         self, tasks: Sequence[DraftTask], outside: Iterator[RequestState[Any]], control: Control
     ) -> None:
         began = time.perf_counter()
-        self._control, self._found = cast(WaitPolicy, control), []
+        self._control, self._found = cast(PrecomputedDrafts, control), []
         if self._process.up:
             tasks = [task for task in tasks if self._admit(task, outside)]
             self._found = [self._look_up(task) for task in tasks]

@@ -22,7 +22,7 @@ _PROBE = 0.1  # seconds; longest wait for the drafts of a probe, which is useles
 
 
 class PrecomputedDrafts:
-    """A `WaitPolicy` between a step or a round and the `LookaheadControl` that learns from it."""
+    """A `Control` for precomputed drafts, in front of the `LookaheadControl` that learns."""
 
     can_stop_early = False  # the drafter's process does not consult the controller
 
@@ -70,6 +70,17 @@ class PrecomputedDrafts:
     def wait(
         self, missing: Mapping[str, int], each: float, unread: int, wrong: Collection[str] = ()
     ) -> tuple[int, float]:
+        """Decide how long to wait for drafts that were not precomputed.
+
+        Args:
+            missing: By request, how many target tokens its draft should have, at least one.
+            each: Drafter tokens per target token.
+            unread: Context tokens that the drafter has to read before.
+            wrong: Requests among them whose precomputed drafts were all wrong.
+
+        Returns:
+            Target tokens to wait for (0: do not wait), and the longest wait in seconds.
+        """
         plan, policy = self._control.current, self._control.controller.policy
         longest, self._wrong = max(missing.values()), wrong
         if plan.probe:
@@ -89,9 +100,22 @@ class PrecomputedDrafts:
         return tokens, seconds
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
+        """Learn which precomputed draft was found.
+
+        Args:
+            rank: Index of its continuation, 0 for the chain; None if all were wrong.
+            guesses: Number of branches beside the chain.
+        """
         if self._control.controller.policy is not None:
             self._control.controller.policy.looked_up(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
+        """Choose the number of branches beside each chain, at most `most`.
+
+        Args:
+            drafting: Number of chains.
+            longest: Target tokens of the longest draft.
+            each: Drafter tokens per target token.
+        """
         policy = self._control.controller.policy
         return most if policy is None else policy.guesses(drafting, longest, each, most)
