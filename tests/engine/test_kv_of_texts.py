@@ -93,7 +93,8 @@ class World:
         self.pool = KVPool(BLOCKS if seed % 2 else chance.choice((12, 25, 40)), SIZE)
         self.stats = DraftStats()
         budget = chance.choice((9, 40, 400))
-        self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats)
+        chances: Any = None  # no tree is raced
+        self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         if beside:
             self.drafter.extensions.append(self.trees)
         self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, budget)
@@ -227,7 +228,6 @@ class World:
             can_stop_early=not self.drafter.waits and chance.random() < 0.3,
             continue_drafting=lambda _: chance.random() < 0.7,
             drafted=lambda *_: None,
-            race_chances=None,
         )
         self.rounds.begin(tasks, self.requests.outside(step), cast(Any, control))
         drafts = {draft.req_id: draft for draft in self.rounds.finish()}

@@ -80,10 +80,14 @@ class World:
             drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}
         )
         self.bridge, self.stats = IdentityBridge(special), DraftStats()
-        trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats)
+        self.policy, chances = TreePolicy(TreeValues.unknown(), None, self.stats), self._chances
+        trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         self.drafter.extensions.append(trees)
         self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, 999)
         self.states: dict[str, RequestState] = {}
+
+    def _chances(self, *children: np.ndarray) -> np.ndarray:
+        return self.policy.race_chances(*children)
 
     def tasks(self, texts: dict[str, list[int]], *, paths: int = 1) -> list[DraftTask]:
         tasks = []
@@ -105,6 +109,8 @@ class World:
         self, texts: dict[str, list[int]], control: LookaheadControl, *, paths: int = 1
     ) -> dict[str, Draft]:
         """Return the drafts that follow the texts, before the controller trims them."""
+        assert isinstance(control._policy, TreePolicy)
+        self.policy = control._policy
         self.rounds.begin(self.tasks(texts, paths=paths), iter(()), control)
         return {draft.req_id: draft for draft in self.rounds.finish()}
 

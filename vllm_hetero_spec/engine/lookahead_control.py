@@ -13,7 +13,7 @@ fixed in advance. Longer drafts are requested for later steps, and shorter ones 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
@@ -45,10 +45,6 @@ class StepPlan(NamedTuple):
 
 class PlanPolicy(Protocol):
     """Optional policy for drafts that are more than chains."""
-
-    @property
-    def race_chances(self) -> Callable[..., Any]:
-        """Function that values the tokens of sampled drafts, for rounds of such drafts."""
 
     def observe(self, step: StepView) -> int:
         """Learn from a step. Return the context tokens that its drafts made the target read."""
@@ -195,11 +191,6 @@ class LookaheadControl:
         worth = self.controller.continue_drafting(self._in_order(confidences))
         self._stopped = not any(worth[self._index_of[req_id]] for req_id in confidences)
         return not self._stopped
-
-    @property
-    def race_chances(self) -> Callable[..., Any]:
-        assert self._policy is not None
-        return self._policy.race_chances
 
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
         if self._policy is not None:

@@ -136,7 +136,7 @@ class DraftBatchRunner:
                 drafts.append(tokens.proposal)
         drafts += self._cover(greedy, control) if greedy else []
         for extension in self._drafter.extensions:
-            drafts = extension.complete(drafts, control)
+            drafts = extension.complete(drafts)
         return drafts
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:

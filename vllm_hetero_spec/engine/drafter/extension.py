@@ -8,7 +8,7 @@ import torch
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
-from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 
 
 class RoundExtension:
@@ -49,6 +49,6 @@ class RoundExtension:
     def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
         """Change the results of a finished round, in the order of its rows, in place."""
 
-    def complete(self, drafts: list[Draft], control: Control | None) -> list[Draft]:
+    def complete(self, drafts: list[Draft]) -> list[Draft]:
         """Return the drafts of a batch, in target tokens, changed."""
         return drafts

@@ -28,7 +28,6 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
 )
 from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
-from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.slrs.slrs import SlrsMethod
 
@@ -105,9 +104,6 @@ class InlineSource:
         budget = scheduler.max_num_batched_tokens
         if isinstance(sampling, SlrsMethod):
             self.drafter.extensions.append(SlrsSpans(self.drafter, self.pool, sampling, budget))
-        if options.tree_nodes:
-            trees = TreeBranches(self.drafter, self.pool, pair.bridge, stats)
-            self.drafter.extensions.append(trees)
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
         with self._alone:
             self._recording.read_most(budget, scheduler.max_num_seqs)
