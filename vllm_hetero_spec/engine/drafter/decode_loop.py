@@ -21,9 +21,8 @@ from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Forwards, Steps
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig, RowPickers, wide
 from vllm_hetero_spec.engine.drafter.token_healing import CANDIDATE_BYTES, TokenHealing
-from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # packets; upper bound for sampling, penalties and token healing in one round.

@@ -23,8 +23,7 @@ from vllm_hetero_spec.engine.drafter.steps import (
     ragged_batch,
     real_tokens,
 )
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
-from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Send
 
 

@@ -9,8 +9,7 @@ from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
-from vllm_hetero_spec.engine.drafter.token_choice import RowPickers
-from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens
+from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens, RowPickers
 from vllm_hetero_spec.staging import Fetched
 
 

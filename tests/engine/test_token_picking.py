@@ -15,8 +15,7 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig, RowPickers
-from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers
 from vllm_hetero_spec.text.context import IdentityContext
 
 CPU = torch.device("cpu")
