@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.reading import read_texts
+from vllm_hetero_spec.engine.drafter.steps import read_texts
 
 
 @torch.inference_mode()
