@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
-from vllm_hetero_spec.engine.drafter.graphs import Graphs
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
-from vllm_hetero_spec.engine.drafter.recorded_steps import RecordedSteps
+from vllm_hetero_spec.engine.drafter.recorded_steps import Graphs, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.steps import (

@@ -7,12 +7,11 @@ per size serves all steps. Prompts and batches that fit no graph run eagerly. If
 trees, each shape is recorded twice, because chains do not need top candidates.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from vllm_hetero_spec.engine.drafter.graphs import Graphs, Work
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.static_tensors import StaticTensors
@@ -25,6 +24,18 @@ from vllm_hetero_spec.engine.drafter.steps import (
 )
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Send
+
+Work = Callable[[], None]
+
+
+class Graphs(Protocol):
+    """Records device work. Recorded work reads and writes tensors that keep their address.
+
+    A replay does not repeat what Python computed during the recording. Tests implement it on a CPU.
+    """
+
+    def capture(self, work: Work) -> Work:
+        """Record the operations of `work`; return a function that replays them and keeps `work`."""
 
 
 class _Recording(NamedTuple):

@@ -14,9 +14,9 @@ import torch
 from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
 from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.recorded_steps import Work
 from vllm_hetero_spec.engine.seam.drafter_config import READ_WIDTH, DraftingMode
 from vllm_hetero_spec.errors import ConfigError, one_line
 
@@ -27,6 +27,43 @@ logger = logging.getLogger("vllm.hetero_spec")
 _BYTES = 256 << 20
 # copies of the largest shape's logits: output, kept, those of the last token, and for their top-k.
 _LOGITS = 4
+# runs before a recording; they compile kernels, and libraries allocate their workspace.
+_WARM_UPS = 2
+
+
+class CudaGraphs:
+    """CUDA graphs of one drafter, in a pool of their own: vLLM may discard the target's graphs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def rehearse(self, work: Work) -> None:
+        """Run `work` on the recording stream, and wait for it.
+
+        Kernels may allocate workspace per stream, and vLLM locks the workspace after warm-up.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        self._stream.synchronize()
+
+    def capture(self, work: Work) -> Work:
+        """Record on a separate stream. Replays run on the current stream."""
+        for _ in range(_WARM_UPS):
+            self.rehearse(work)
+        graph = torch.cuda.CUDAGraph()
+        with (  # the first restores the current stream if a capture fails
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
+            work()
+
+        def replay() -> None:
+            graph.replay()
+
+        replay.work = work  # type: ignore[attr-defined] # its tensors must outlive the recording
+        return replay
 
 
 class Recording:
