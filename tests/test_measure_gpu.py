@@ -22,8 +22,8 @@ from tape_graphs import TapeGraphs
 from toy_drafter import ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_step
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.recording import idle_step
 
 SCRIPT = Path(measure_gpu.__file__)
 Lines = list[dict[str, Any]]

@@ -22,9 +22,9 @@ from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter import draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.recording import idle_prefill
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.metrics.counters import DraftStats

@@ -11,11 +11,10 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
-from vllm_hetero_spec.engine.drafter.recording import Recording
+from vllm_hetero_spec.engine.drafter.recording import Recording, idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the drafter's CUDA graphs, after the target's.
+"""Forwards of a drafter that belong to no request, and the recording of its CUDA graphs.
+
+Idle forwards are for timing, warm-up and compilation. They have the shapes of a round's forwards,
+and run on the padding block.
 
 vLLM measures the memory for the target's KV before graphs are recorded. During that measurement
 this module reserves the memory of the drafter's graphs. It releases the reservation just before it
@@ -9,14 +12,15 @@ records them.
 import gc
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import Work
+from vllm_hetero_spec.engine.drafter.steps import read_texts
 from vllm_hetero_spec.engine.seam.drafter_config import READ_WIDTH, DraftingMode
 from vllm_hetero_spec.errors import ConfigError, one_line
 
@@ -29,6 +33,25 @@ _BYTES = 256 << 20
 _LOGITS = 4
 # runs before a recording; they compile kernels, and libraries allocate their workspace.
 _WARM_UPS = 2
+
+
+@torch.inference_mode()
+def idle_step(drafter: Drafter, batch: int) -> None:
+    """Queue one decode step of a batch size."""
+    planner, steps = drafter.planner, drafter.steps
+    nowhere, shape = planner.nowhere([1] * batch), steps.shape(batch, 1, 1)
+    steps.begin(planner.plan(nowhere, [[0]] * batch, [1] * batch, *shape))
+
+
+@torch.inference_mode()
+def idle_prefill(drafter: Drafter, tokens: int) -> None:
+    """Queue a prefill of this many tokens as in a round."""
+    planner, steps, longest = drafter.planner, drafter.steps, drafter.max_length
+    lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
+    nowhere, texts = planner.nowhere(lengths), [[0] * length for length in lengths]
+    left = read_texts(nowhere, texts, steps, planner, nullcontext())
+    shape = steps.shape(len(left), max(map(len, left)), min(lengths))
+    steps.begin(planner.plan(nowhere, left, [1] * len(left), *shape))
 
 
 class CudaGraphs:
