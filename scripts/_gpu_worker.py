@@ -24,7 +24,7 @@ from vllm_hetero_spec.bench.vllm_engine import EngineSpec
 # tokens for the last target token. "no first tokens" disables token healing.
 SWITCHES: dict[str, tuple[str, Callable[..., Any]]] = {
     "more steps": (
-        "drafter.draft_length:DraftLength.steps",
+        "drafter.draft_batch:DraftLength.steps",
         lambda _, task, room, ratio: (
             task.lookahead and min(room, math.ceil(task.lookahead * ratio) + (ratio > 1))
         ),
