@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a drafting round between `Drafter.begin` and `Drafter.finish`."""
+"""A drafting round between `Drafter.begin` and `Drafter.finish`, and its results."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
-from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens, RowPickers
 from vllm_hetero_spec.staging import Fetched
 
@@ -35,6 +38,50 @@ class HealedStart(NamedTuple):
     id: int
     known: int
     confidence: float
+
+
+class SampledDraft(NamedTuple):
+    """The sampled drafter tokens of one request.
+
+    `rows` has the row of `draft_probs` that each token was sampled from; -1 if it was certain. It
+    may be longer than `ids`.
+    """
+
+    ids: Sequence[int]
+    rows: Sequence[int]
+    confidences: Sequence[float]
+
+    def draft(
+        self,
+        task: DraftTask,
+        sampling: SampledMethod,
+        ends: Collection[int],
+        probs: torch.Tensor,
+        stand_ins: np.ndarray | None,
+    ) -> Draft:
+        """Return the draft in target tokens.
+
+        Each sampled drafter token spells one sampled target token, and then certain ones. The draft
+        ends at the lookahead, or at a sampled token that ends a draft. It never ends because of the
+        probability of a token. `probs` is float32 [R, V_T], and `stand_ins` is int64 [R].
+        """
+        proposal: list[int] = []
+        row_of: list[int] = []
+        peaks: list[float] = []
+        for place, (drawn, row) in enumerate(zip(self.ids, self.rows, strict=False)):
+            tokens = sampling.spell(drawn)
+            ended = not len(tokens) or drawn in ends
+            if not len(tokens) and stand_ins is not None:
+                tokens = [int(stand_ins[row])]
+            proposal += tokens
+            row_of += [row, *[-1] * (len(tokens) - 1)][: len(tokens)]
+            if self.confidences:
+                peaks += [self.confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
+            if ended:
+                break
+        return Draft.chain(task.req_id, proposal, peaks, DraftProbs(probs, row_of)).first(
+            task.lookahead
+        )
 
 
 @dataclass
