@@ -83,7 +83,6 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
             logits = rules.only_real(torch.rand(count, SIZE + 10))
             picked.best(logits, step)
             own.pick(logits, picked, step)
-            own.feed(picked.ids(step, count))
         assert own.draws is not None
         drawn = sum(row.steps for row in rows if row.task.draw is not None)
         assert own.draws.draft_probs.shape == (drawn, WIDTH)

@@ -208,9 +208,6 @@ class Drafter:
                 self._take_step(current, number)
 
     def _take_step(self, current: Round, number: int) -> None:
-        picked, own = self.steps.picked, current.own
-        if own:
-            own.feed(picked.ids(number - 1, current.plan.active[number]))
         self._pick(current, number, self.steps.step(number))
         current.taken += 1
         self.forwards += 1

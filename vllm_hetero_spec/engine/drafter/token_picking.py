@@ -176,6 +176,8 @@ class PickBuffers:
 class RowPickers:
     """Picks tokens for the rows of a round that are sampled or have penalties.
 
+    Greedy rows keep the likeliest token, which a forward with CUDA graphs has already picked.
+
     `drawn` are the indices of the sampled rows, `forked` those of their forks, and `draws` is the
     sampler of both.
     """
@@ -212,25 +214,24 @@ class RowPickers:
         return self.draws is not None or self._penalties is not None
 
     def pick(self, logits: torch.Tensor, picked: PickBuffers, step: int) -> None:
-        """Overwrite picked tokens of the rows that are sampled or have penalties.
+        """Replace the picked tokens of the rows that are sampled or have penalties.
 
-        The logits [n, V_D] of the first n rows are changed in place. Step 0 is catch-up.
+        The logits [n, V_D] of the first n rows are changed in place. Step 0 is catch-up. Later
+        steps count the tokens of the step before for penalties.
         """
-        if self._penalties is not None and (index := self._penalties.first(len(logits))).numel():
+        count = len(logits)
+        if self._penalties is not None and (index := self._penalties.first(count)).numel():
+            if step:
+                self._penalties.add(picked.ids(step - 1, count))
             rows = self._penalties.apply(logits)
             self._own.wide = picked.wide
             self._own.best(rows, 0)
             picked.overrule(step, index, self._own, len(rows))
-        if self.draws is not None and (count := self._num_drawn(step)):
-            index = self.draws.index[:count]
+        if self.draws is not None and (drawn := self._num_drawn(step)):
+            index = self.draws.index[:drawn]
             picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
-
-    def feed(self, ids: torch.Tensor) -> None:
-        """Count int32 ids [n] of the first n rows for penalties, before they are fed."""
-        if self._penalties is not None:
-            self._penalties.add(ids)
 
     def row_of(self, steps: int) -> dict[int, list[int]]:
         """Return the `draft_probs` rows of each sampled request, one for each step."""
