@@ -27,6 +27,7 @@ from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.recording import idle_prefill
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
@@ -48,8 +49,10 @@ class World:
             REQUESTS,
             sampling=method if sampled else None,
             confidences=True,
-            token_healing=token_healing,
+            back=token_healing,
         )
+        self.healing = TokenHealing(self.drafter)
+        self.drafter.extensions.append(self.healing)
         self.pool = KVPool(BLOCKS, SIZE)
         self.states: dict[str, RequestState] = {}
 
@@ -177,10 +180,10 @@ def test_graphs_draft_as_without(
     assert graphs.captured == 3 * 4
     assert graphs.replays > 100
     assert moved > 10
-    vain, short = recorded.drafter.restarted_rounds, recorded.drafter.shortened_drafts
+    vain, short = recorded.drafter.restarted_rounds, recorded.healing.shortened_drafts
     assert (vain > 3) if often > 1 else (0 < vain < 10) if optimistic else vain == 0
     assert (short > 10) if few == 2 else short == 0
-    assert (eager.drafter.restarted_rounds, eager.drafter.shortened_drafts) == (0, 0)
+    assert (eager.drafter.restarted_rounds, eager.healing.shortened_drafts) == (0, 0)
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.requests import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
@@ -82,7 +83,7 @@ class World:
             ends=self.bridge.drafter_eos,
             confidences=True,
             beside=beside,
-            token_healing=True,
+            back=True,
         )
         if graphs:
             shapes = [(size, width) for size in (1, 4, 8) for width in (1, 4, 8)]
@@ -93,6 +94,7 @@ class World:
         self.pool = KVPool(BLOCKS if seed % 2 else chance.choice((12, 25, 40)), SIZE)
         self.stats = DraftStats()
         budget = chance.choice((9, 40, 400))
+        self.drafter.extensions.append(TokenHealing(self.drafter))
         chances: Any = None  # no tree is raced
         self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         if beside:

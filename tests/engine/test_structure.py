@@ -218,7 +218,14 @@ def test_files_of_model_runner_v1_are_listed() -> None:
 
 
 # Optional features, and the files of the core that compose them.
-OPTIONAL = ("slrs", "trees", "engine.trees", "engine.ahead")
+OPTIONAL = (
+    "slrs",
+    "trees",
+    "engine.trees",
+    "engine.ahead",
+    "engine.drafter.slrs_spans",
+    "engine.drafter.token_healing",
+)
 COMPOSE = {
     "engine/drafting_rank.py",  # policies, and the source of drafts
     "engine/drafter/inline_source.py",  # extensions of a round
@@ -230,7 +237,7 @@ COMPOSE = {
 
 def test_the_core_imports_no_optional_feature() -> None:
     prefixes = tuple(f"vllm_hetero_spec.{room}." for room in OPTIONAL)
-    rooms = (*(room.replace(".", "/") for room in OPTIONAL), "engine/drafter/slrs_spans")
+    rooms = tuple(room.replace(".", "/") for room in OPTIONAL)
     importers = {
         name
         for name, tree in trees()

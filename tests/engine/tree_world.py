@@ -18,6 +18,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
@@ -80,6 +81,7 @@ class World:
             drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}
         )
         self.bridge, self.stats = IdentityBridge(special), DraftStats()
+        self.drafter.extensions.append(TokenHealing(self.drafter))
         self.policy, chances = TreePolicy(TreeValues.unknown(), None, self.stats), self._chances
         trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         self.drafter.extensions.append(trees)

@@ -213,7 +213,7 @@ class DraftBatchRunner:
             budget -= pending
             assert state.sequence is not None
             choose = None
-            if judged and steps and (task.draw is None or drafter.rules.token_healing):
+            if judged and steps and (task.draw is None or drafter.rules.back):
                 choose = partial(self._bridge.first_choice, state.context)
             ids = known[start : start + pending]
             rows.append(DraftRow(task, state.sequence, ids, steps, choose))

@@ -3,11 +3,10 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 
 
@@ -40,11 +39,23 @@ class RoundExtension:
         """Return the forks of the rows that draft step by step, sorted by row."""
         return ()
 
-    def after_prefill(self, current: Round, logits: torch.Tensor) -> None:
-        """Called after the first tokens were picked from logits [n, V_D]."""
+    def back(self, rows: Sequence[DraftRow]) -> bool:
+        """Begin a round. Return True to get `CaughtUp.last`, which not all drafters can compute."""
+        return False
+
+    def before_picking(self, current: Round, behind: CaughtUp) -> None:
+        """Called before sampled and penalized rows pick their first tokens."""
+
+    def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
+        """Called after the first tokens were picked. Return True to take the steps in `finish`."""
+        return False
 
     def after_step(self, current: Round, number: int) -> None:
         """Called in a round with forks after each step has picked its tokens; 0 is catch-up."""
+
+    def restarts(self, current: Round) -> bool:
+        """Called in `finish`. Return True to take the steps (again), after other first tokens."""
+        return False
 
     def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
         """Change the results of a finished round, in the order of its rows, in place."""

@@ -18,6 +18,7 @@ from vllm_hetero_spec.engine.drafter.recording import Recording, idle_prefill, i
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.drafter_config import (
@@ -86,7 +87,7 @@ class InlineSource:
             sampling=sampling,
             confidences=options.controller != "fixed",
             beside=_BESIDE if options.tree_nodes else 0,
-            token_healing=pair.token_healing,
+            back=pair.token_healing,
         )
         lookahead = options.num_speculative_tokens
         self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
@@ -101,6 +102,8 @@ class InlineSource:
         self._recording = Recording(self.drafter, mode, measured=measured, later=later)
         self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
         budget = scheduler.max_num_batched_tokens
+        self._healing = TokenHealing(self.drafter)
+        self.drafter.extensions.append(self._healing)
         if isinstance(sampling, SlrsMethod):
             self.drafter.extensions.append(SlrsSpans(self.drafter, self.pool, sampling, budget))
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
@@ -153,4 +156,4 @@ class InlineSource:
         stats.forwards = self.drafter.forwards
         stats.graph_forwards = self.drafter.replays
         stats.restarted_rounds = self.drafter.restarted_rounds
-        stats.shortened_drafts = self.drafter.shortened_drafts
+        stats.shortened_drafts = self._healing.shortened_drafts

@@ -136,7 +136,7 @@ class RecordedSteps:
     def _record(self, graphs: Graphs, size: int, width: int) -> _Recording:
         """Record the catch-up forward of `width` tokens per request, or a step if `width` is 0."""
         on = self._on
-        batch = on.batch(size, max(1, width), back=self._rules.token_healing and width > 1)
+        batch = on.batch(size, max(1, width), back=self._rules.back and width > 1)
         on.clear()
         # The graph refers to this metadata as long as it lives.
         metadata = self._model.metadata(batch, to_capture=True)

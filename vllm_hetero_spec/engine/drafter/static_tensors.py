@@ -74,7 +74,7 @@ class StaticTensors:
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(size, 1)))
             self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
-            self.last = torch.zeros_like(self.logits) if rules.token_healing else self.logits[:0]
+            self.last = torch.zeros_like(self.logits) if rules.back else self.logits[:0]
 
     def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
         """Return a forward of the first `size` requests; `back` as in `BatchFeed`."""

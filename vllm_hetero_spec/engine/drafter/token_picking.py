@@ -33,7 +33,7 @@ class PickConfig:
         banned: int64 ids that are never picked.
         ends: Ids that end a draft.
         beside: Number of top candidates per position; 0 if no task has `paths`.
-        token_healing: Allow drafts that replace the last token of a request by a longer one.
+        back: Allow rounds with `BatchFeed.back`.
     """
 
     vocab_size: int
@@ -42,7 +42,7 @@ class PickConfig:
     sampling: SampledMethod | None = None
     confidences: bool = False
     beside: int = 0
-    token_healing: bool = False
+    back: bool = False
 
     def draws(
         self,

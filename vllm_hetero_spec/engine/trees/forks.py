@@ -111,7 +111,7 @@ class TreeBranches(RoundExtension):
                 found = self._found[row.task.state.req_id] = BranchTokens(row.task)
             found.chain += tokens.tokens
             found.beside.append(tokens.beside)
-            if current.plan.forks.size and index not in current.cut:
+            if current.plan.forks.size and index not in current.shortened:
                 found.forks = _branches(current, index)
                 own = [len(branch.tokens) - branch.leaves for branch in found.forks]
                 self._stats.drafter_tokens += sum(own)
