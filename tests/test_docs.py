@@ -218,6 +218,8 @@ def test_rooms_import_what_the_table_says() -> None:
         for row in tables(PACKAGE / "README.md", "room")
         for room in quoted(row[0])
     }
+    folders = {file.parent.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*/*.py")}
+    assert {f"{folder}/" for folder in folders} == table.keys()
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()
