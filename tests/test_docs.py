@@ -15,6 +15,8 @@ import pytest
 from vllm_hetero_spec.bench.datasets import Dataset
 from vllm_hetero_spec.bench.suite import SuiteDrafter, SuiteFile, Target
 from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.draft.methods import HETERO, SLEM
+from vllm_hetero_spec.draft.methods import METHODS as TABLE
 from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 from vllm_hetero_spec.options import (
     CONTROLLERS,
@@ -202,6 +204,12 @@ def test_every_key_of_a_suite_is_described() -> None:
         written |= {each.name for each in dataclasses.fields(model)} - set(model.not_in_files())
     assert written <= set(quoted(prose(BENCH)))
     assert described <= written
+
+
+def test_methods_that_draft_ahead_are_described() -> None:
+    (row,) = (row for row in tables(CONFIGURATION, "question") if "Which methods run" in row[0])
+    methods = {name for name, method in TABLE.items() if method.draws_ahead}
+    assert set(quoted(row[1])) == {*methods, SLEM, HETERO}
 
 
 def test_environment_variables_are_those_of_the_code() -> None:
