@@ -218,14 +218,10 @@ def test_files_of_model_runner_v1_are_listed() -> None:
 
 
 # Optional features, and the files of the core that compose them.
-OPTIONAL = (
-    "slrs",
-    "trees",
-    "engine.trees",
-    "engine.ahead",
-    "engine.drafter.slrs_spans",
-    "engine.drafter.token_healing",
-)
+ROOMS = ("slrs", "trees", "engine.trees", "engine.ahead")
+OPTIONAL = (*ROOMS, "engine.drafter.slrs_spans", "engine.drafter.token_healing")
+CORE = ("text", "verify", "lookahead", "draft", "inputs", "bench", "cli", "engine")
+CORE += ("engine.compat", "engine.metrics", "engine.seam", "engine.drafter", "engine.verifier")
 COMPOSE = {
     "engine/drafting_rank.py",  # policies, and the source of drafts
     "engine/drafter/inline_source.py",  # extensions of a round
@@ -233,6 +229,11 @@ COMPOSE = {
     "engine/seam/spec_config.py",  # hooks of front ends
     "engine/seam/worker_hooks.py",  # hooks of workers
 }
+
+
+def test_each_room_is_core_or_optional() -> None:
+    rooms = {named(file.parent).replace("/", ".") for file in FILES if file.parent != PACKAGE}
+    assert rooms == {*CORE, *ROOMS}
 
 
 def test_the_core_imports_no_optional_feature() -> None:
