@@ -51,7 +51,8 @@ class World:
             confidences=True,
             back=token_healing,
         )
-        self.healing = TokenHealing(self.drafter)
+        bridge: Any = SimpleNamespace(identity=True)  # `row` admits the requests
+        self.healing = TokenHealing(self.drafter, bridge)
         self.drafter.extensions.append(self.healing)
         self.pool = KVPool(BLOCKS, SIZE)
         self.states: dict[str, RequestState] = {}
@@ -70,7 +71,9 @@ class World:
         pending = list(text[state.num_kv_valid :])
         assert self.pool.grow(state.sequence.table, len(text) + steps)
         state.num_kv_valid = len(text)
-        return DraftRow(DraftTask(state, LOOKAHEAD), state.sequence, pending, steps, choose)
+        if choose is not None:
+            self.healing.admitted[name] = choose
+        return DraftRow(DraftTask(state, LOOKAHEAD), state.sequence, pending, steps)
 
     def close(self, name: str) -> None:
         self.states.pop(name).close(self.pool)

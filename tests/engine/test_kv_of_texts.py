@@ -94,7 +94,9 @@ class World:
         self.pool = KVPool(BLOCKS if seed % 2 else chance.choice((12, 25, 40)), SIZE)
         self.stats = DraftStats()
         budget = chance.choice((9, 40, 400))
-        self.drafter.extensions.append(TokenHealing(self.drafter))
+        self.healing = TokenHealing(self.drafter, self.bridge)
+        self.drafter.extensions.append(self.healing)
+        self.may_heal = set[str]()  # requests of a round
         chances: Any = None  # no tree is raced
         self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         if beside:
@@ -120,6 +122,7 @@ class World:
         def begun(rows: Sequence[DraftRow], control: Any = None) -> None:
             before = [[*row.sequence.kv_ids, *row.pending] for row in rows]
             self.run.append((rows, before))
+            self.may_heal = set(self.healing.admitted)
             begin(rows, control)
 
         def finished() -> list[DrafterTokens]:
@@ -135,7 +138,7 @@ class World:
     def check(self, row: DraftRow, text: list[int], tokens: DrafterTokens) -> None:
         """Check the draft of one row."""
         state = row.task.state
-        known = len(state.context.ids) - (row.choose is None)
+        known = len(state.context.ids) - (state.req_id not in self.may_heal)
         assert text[:known] == state.context.ids[:known] or not row.steps
         if not row.steps or not tokens.finite:
             assert row.sequence.kv_ids[: len(text)] == text[: len(row.sequence.kv_ids)]

@@ -81,7 +81,7 @@ class World:
             drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}
         )
         self.bridge, self.stats = IdentityBridge(special), DraftStats()
-        self.drafter.extensions.append(TokenHealing(self.drafter))
+        self.drafter.extensions.append(TokenHealing(self.drafter, self.bridge))
         self.policy, chances = TreePolicy(TreeValues.unknown(), None, self.stats), self._chances
         trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         self.drafter.extensions.append(trees)

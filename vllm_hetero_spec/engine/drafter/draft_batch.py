@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft, confidences_of
@@ -192,7 +191,7 @@ class DraftBatchRunner:
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
         """Assign token budget and KV blocks: requests to draft first, shortest catch-up first."""
         rows, budget, drafter = [], self._budget, self._drafter
-        judged, ratio = not self._bridge.identity, self._length.mean_ratio(tasks)
+        ratio = self._length.mean_ratio(tasks)
         for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):
             state, start, known = task.state, task.state.num_kv_valid, task.state.context.ids
             room, pending = drafter.max_length - len(known), len(known) - start
@@ -212,11 +211,8 @@ class DraftBatchRunner:
                 continue
             budget -= pending
             assert state.sequence is not None
-            choose = None
-            if judged and steps and (task.draw is None or drafter.rules.back):
-                choose = partial(self._bridge.first_choice, state.context)
             ids = known[start : start + pending]
-            rows.append(DraftRow(task, state.sequence, ids, steps, choose))
+            rows.append(DraftRow(task, state.sequence, ids, steps))
         self._stats.catch_up_tokens += self._budget - budget
         return rows
 

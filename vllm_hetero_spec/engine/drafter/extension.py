@@ -14,7 +14,7 @@ class RoundExtension:
     """Optional behavior of drafting rounds; this base class changes nothing.
 
     `DraftBatchRunner` calls `steps`, `admit` and `complete`, and `Drafter` the other methods. An
-    extension keeps its data of a round itself, by request id.
+    extension keeps its data of a round itself.
 
     Attributes:
         completed: Number of drafts that `complete` has changed so far.
@@ -29,7 +29,7 @@ class RoundExtension:
         return steps
 
     def admit(self, rows: Sequence[DraftRow]) -> None:
-        """Reserve KV blocks for a new round. `collect` releases them."""
+        """Prepare the rows of a new round, and reserve KV blocks. `collect` releases them."""
 
     def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
         """Return the indices of the rows that `after_prefill` drafts. The steps leave them out."""

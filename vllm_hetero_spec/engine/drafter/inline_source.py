@@ -102,7 +102,7 @@ class InlineSource:
         self._recording = Recording(self.drafter, mode, measured=measured, later=later)
         self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
         budget = scheduler.max_num_batched_tokens
-        self._healing = TokenHealing(self.drafter)
+        self._healing = TokenHealing(self.drafter, pair.bridge)
         self.drafter.extensions.append(self._healing)
         if isinstance(sampling, SlrsMethod):
             self.drafter.extensions.append(SlrsSpans(self.drafter, self.pool, sampling, budget))

@@ -5,7 +5,8 @@ A first token may not follow the target's last token, or a longer token may repl
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,8 @@ from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import RowPickers
 from vllm_hetero_spec.staging import Fetched, Receiver
+from vllm_hetero_spec.text.bridge import Bridge
+from vllm_hetero_spec.text.drafts import FirstToken
 
 # ids; candidates for the next token, and for the position of the last token. The second number is
 # larger because most ids do not begin with the last token.
@@ -50,6 +53,11 @@ class Candidates(NamedTuple):
     num_next: int
 
 
+# Chooses the first token of a draft from the likeliest next ids, and from the likeliest ids at the
+# position of the last token. The latter are empty if unknown.
+Choose = Callable[[Sequence[int], Sequence[int]], FirstToken]
+
+
 class HealedStart(NamedTuple):
     """A first token that replaces the drafter's likeliest one; `known` as in `FirstToken`.
 
@@ -72,27 +80,38 @@ class TokenHealing(RoundExtension):
 
     Attributes:
         shortened_drafts: Drafts that were shortened to a replaced first token.
+        admitted: By request id, for the next round. A round that continues drafts has none.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, bridge: Bridge) -> None:
+        self._drafter, self._bridge = drafter, bridge
         requests = drafter.steps.picked.packet.shape[2]
         self._receiver = Receiver(drafter.model.device, requests * _CANDIDATE_BYTES)
         self._share, self._seen = _SHARE, _SEEN_FIRST
         self._skipped = 0  # consecutive rounds without a check
         self.shortened_drafts = 0
+        self.admitted: dict[str, Choose] = {}
         # Of the present round.
-        self._checks = False
+        self._choose: dict[str, Choose] = {}
         self._candidates: Candidates | None = None
         self._early: dict[int, HealedStart] | None = None  # chosen before sampling
         self._known: dict[int, int] = {}  # leading bytes by row, for tokens that replaced another
         self._cut: dict[int, HealedStart] = {}  # drafts of this token only
 
+    def admit(self, rows: Sequence[DraftRow]) -> None:
+        bridge, back = self._bridge, self._drafter.rules.back
+        self.admitted = {
+            row.task.req_id: partial(bridge.first_choice, row.task.state.context)
+            for row in rows
+            if not bridge.identity and row.steps and (row.task.draw is None or back)
+        }
+
     def back(self, rows: Sequence[DraftRow]) -> bool:
         self._candidates, self._early, self._known, self._cut = None, None, {}, {}
-        self._checks = any(row.choose for row in rows)
-        self._checks = self._checks and (not self._drafter.waits or self.due())
-        return self._checks
+        self._choose, self.admitted = self.admitted, {}
+        if self._choose and self._drafter.waits and not self.due():
+            self._choose = {}
+        return bool(self._choose)
 
     def before_picking(self, current: Round, behind: CaughtUp) -> None:
         """Choose first tokens before sampling, if sampled drafts may replace the last token.
@@ -113,7 +132,7 @@ class TokenHealing(RoundExtension):
 
     def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
         drafter, active = self._drafter, current.plan.active[0]
-        if not self._checks or not active:
+        if not self._choose or not active:
             return False
         others = self._early
         if others is None:
@@ -186,11 +205,12 @@ class TokenHealing(RoundExtension):
         for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
             task, own = row.task, ids[:start]
             draws = task.draw is not None
-            if row.choose is None or (draws and not drawn):
+            choose = self._choose.get(task.req_id)
+            if choose is None or (draws and not drawn):
                 continue
             judged += 1
             looked_back = not task.paths and len(row.sequence.kv_ids) > 1
-            first = row.choose(own, ids[start:] if looked_back else ())
+            first = choose(own, ids[start:] if looked_back else ())
             if first.known:
                 among = fetched[index, values:].view(np.float32)[first.among].tolist()
                 share = 1 / sum([math.exp(value - among[0]) for value in among])
