@@ -103,7 +103,6 @@ def test_costs_first() -> None:
     assert controller.regime == "measuring"
     assert controller.plan(8, [6] * 8) == LookaheadPlan((0,) * 8)
     controller.observe_step(8, 8, 0.03)
-    clock.now += 0.1
     plan = controller.plan(8, [6] * 8)
     assert plan.probe
     assert 0 < sum(length > 0 for length in plan.lookahead) <= 4

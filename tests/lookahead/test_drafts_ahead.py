@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
@@ -105,8 +105,8 @@ def test_what_is_not_there_is_waited_for_where_that_is_cheap() -> None:
 
 def test_late_drafts_that_bring_less_than_others_are_waited_for_now_and_then() -> None:
     """If the drafter did not foresee the target's token, its next drafts are often rejected."""
-    worth = simulated(hits=0.7, accepts=0.9, drafter=0.004, steps=1800)
-    poor = simulated(hits=0.7, accepts=0.9, drafter=0.004, steps=1800, late=0.1)
+    worth = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800)
+    poor = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800, late=0.1)
     assert worth.waited > 0.25 * worth.on
     assert 0 < poor.waited < 0.08 * poor.on
     # As fast as without waiting, which a drafter step of 0.5 s rules out.
@@ -127,7 +127,8 @@ def test_a_useless_drafter_ends_at_no_speculation(
 
 def let_some_be_tried(known: Estimates) -> None:
     """Record steps without waiting until late drafts are due, that is, treated like others."""
-    known.acceptance.late_passed = 1000
+    while not known.acceptance.late.due:
+        known.acceptance.late.decided(waits=False)
 
 
 def policy_of(
@@ -196,7 +197,7 @@ def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
 
 
 def test_steps_that_nobody_waits_for_cost_nothing() -> None:
-    steps = DraftSteps()
+    steps = StepsOfDraft()
     for _ in range(200):
         steps.observe(LONGEST, 0)
     assert steps.expected(LONGEST) < 0.5

@@ -2,7 +2,7 @@
 """Decisions within a step: which tokens are worth their time.
 
 A drafter step or a row of the target is worth it if its expected tokens exceed lambda times its
-seconds. Each decision is made before its token is sampled, or for all proposed tokens.
+seconds. Each decision is made before its token is drawn, or for all proposed tokens.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,6 @@ import numpy as np
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
 _ON_ITS_WAY = 0.5  # of a drafter step, which has to end before one for the new text begins
-# Steps in a row without waiting until late drafts are treated like others, to measure them again:
-# texts change, and a wait in vain takes about half of a step.
-_LATE_EVERY = 16
 
 
 class StepPolicy:
@@ -47,6 +44,8 @@ class StepPolicy:
         self._batch, self._most, self._random = batch, most, random
         self._beside, self._paths = beside, paths
         self._filled_up = filled_up and not beside
+        self._rows = known.costs.rows(batch, most)  # seconds of one more than `batch` and so on
+        self._step_prices: dict[int, float] = {}  # by requests that take it
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Decide as `Controller.continue_drafting`."""
@@ -63,7 +62,7 @@ class StepPolicy:
         """Decide as `Controller.trim`.
 
         Tokens are chosen depth by depth over the whole batch, the most promising requests first, so
-        that the choice of a token does not depend on tokens sampled after it.
+        that the choice of a token does not depend on tokens drawn after it.
         """
         survival = list(map(self._known.acceptance.survival_of, confidences, self._random))
         kept = [0] * len(survival)
@@ -97,30 +96,28 @@ class StepPolicy:
             The draft length to wait for, 0 for none; and the seconds after which waiting no longer
             pays.
         """
-        acceptance, costs = self._known.acceptance, self._known.costs
-        step = costs.drafter(len(missing))
-        begins = _ON_ITS_WAY * step + costs.catch_up(unread)
-        share = min(1.0, acceptance.late.value)
-        if acceptance.late_passed >= _LATE_EVERY:
-            share = 1.0
-        alive = np.cumprod([acceptance.rates(self._random[i]) for i in missing], axis=1).sum(0)
+        step = self._known.costs.drafter(len(missing))
+        begins = _ON_ITS_WAY * step + self._known.costs.catch_up(unread)
+        late = self._known.acceptance.late
+        rates_of = self._known.acceptance.rates if late.due else late.rates
+        rates = [rates_of(self._random[index]) for index in missing]
+        alive = [1.0] * len(missing)
         rows, gain = self._batch, 0.0
         best, most, seconds = 0.0, 0, 0.0
         for tokens in range(1, longest + 1):
-            gain += share * float(alive[tokens - 1]) - len(missing) * self.row_price(rows)
+            alive = [chance * of[tokens - 1] for chance, of in zip(alive, rates, strict=True)]
+            gain += sum(alive) - len(missing) * self.row_price(rows)
             rows += len(missing)
             takes = begins + each * tokens * step
             if gain - self._tokens_per_second * takes > best:
                 best = gain - self._tokens_per_second * takes
                 most, seconds = tokens, gain / self._tokens_per_second
-        acceptance.late_passed = 0 if most else acceptance.late_passed + 1
+        late.decided(waits=most > 0)
         return most, seconds
 
     def came_late(self, verified: int, accepted: int, random: bool) -> None:
         """Observe the verification of a draft that the target waited for."""
-        acceptance = self._known.acceptance
-        expected = np.cumprod(acceptance.rates(random)[:verified]).sum()
-        acceptance.late.observe(float(expected), accepted)
+        self._known.acceptance.late.observe(verified, accepted, random)
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
         """Observe a look-up of precomputed drafts; arguments as in `GuessHits.observe`."""
@@ -151,7 +148,9 @@ class StepPolicy:
         """Return the price of one more row, in tokens."""
         if self._filled_up:
             return 0.0
-        # Trees may have more rows than were planned for chains.
+        if self._batch <= rows <= self._most:
+            return self._tokens_per_second * self._rows[rows - self._batch]
+        # Of trees, there may be more than was planned for chains.
         most = max(self._most, rows)
         return self._tokens_per_second * self._known.costs.row(rows, self._batch, most)
 
@@ -161,9 +160,13 @@ class StepPolicy:
 
     def _step_price(self, drafting: int) -> float:
         """Return the price in tokens of a drafter step for `drafting` requests."""
-        costs, wide = self._known.costs, drafting * self._paths
-        step = costs.drafter(wide) + (costs.beside(wide) if self._beside else 0.0)
-        return self._tokens_per_second * step * self._known.steps.each
+        price = self._step_prices.get(drafting)
+        if price is None:
+            costs, wide = self._known.costs, drafting * self._paths
+            step = costs.drafter(wide) + (costs.beside(wide) if self._beside else 0.0)
+            price = self._tokens_per_second * step * self._known.steps.each
+            self._step_prices[drafting] = price
+        return price
 
     def _next(self, confidences: Sequence[float], random: bool) -> float:
         """Return P[a further token counts]: 0 for a request without a draft or at its longest."""
