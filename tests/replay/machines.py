@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines of the replay: the recorded CPU, and two GPUs by a cost model.
+
+The GPUs run a pair of 8B and 0.5B parameters in bfloat16, a step of the target in a full CUDA graph.
+The constants are those of one H200 (measured); an H100 differs by its bandwidth.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recordings import LONGEST, Recording
+
+Seconds = Callable[[float], float]
+
+# One H200 and one H100.
+_BANDWIDTH = {"h200": 3.78e12, "h100": 2.6e12}  # bytes per second, from steps of 5.15 and 7.1 ms
+_FLOPS = 500e12  # per second, of large products in bfloat16
+_TARGET = 8.03e9, 0.9e-3, 131e3  # parameters; seconds beside them; bytes of KV per token
+_DRAFTER = 24, 0.358e9, 0.136e9  # layers; parameters of these; parameters of the head
+_LAUNCH, _PICK = 29.5e-6, 70e-6  # seconds of a layer's kernels and of a token's choice
+_ROW = 1.2e-6  # seconds of a row beside its products
+_REST, _REST_MORE = 1.8e-3, 0.036e-3  # seconds of a round beside the forwards; each further request
+_CONTEXT = 500  # tokens of each request
+_UNTIMED = 0.3e-3  # seconds of sampling, which the calibration at start-up does not contain
+# Assumed, as no long series of steps of a GPU is recorded.
+_NOISE, _OUTLIERS, _OUTLIER = 0.015, 0.005, 0.4  # of logarithms; share; its logarithm
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Costs of a pair on a machine, in seconds.
+
+    Attributes:
+        target: A target step, by requests and rows.
+        drafter: A drafter step, by requests.
+        overhead: The rest of a round, by requests.
+        steps: Drafter steps of a draft: constant, and for each target token.
+        catch_up: A context token that the drafter reads.
+        noise: Logarithms of measured over usual seconds, for target steps and for rounds.
+        calibration: Costs that an engine times at its start, as arguments of `CostModel`.
+        stops_early: True if the drafter calls `continue_drafting` between its steps.
+        buckets: Lengths to which all drafts of a step are padded; empty if they are not padded.
+    """
+
+    target: Callable[[int, int], float]
+    drafter: Seconds
+    overhead: Seconds
+    steps: tuple[float, float]
+    catch_up: float
+    noise: tuple[list[float], list[float]]
+    calibration: dict[str, Any] = field(default_factory=dict)
+    stops_early: bool = True
+    buckets: tuple[int, ...] = ()
+
+    def drafter_steps(self, tokens: float) -> float:
+        """Mean drafter steps of a round whose longest draft has so many tokens."""
+        return self.steps[0] + self.steps[1] * tokens if tokens else 0.0
+
+    def rows(self, lengths: Sequence[int], longest: int) -> int:
+        """Rows of a target step for drafts of these lengths, planned with at most `longest`."""
+        if not self.buckets:
+            return len(lengths) + sum(lengths)
+        return len(lengths) * (1 + next(bucket for bucket in self.buckets if bucket >= longest))
+
+
+def cpu(recording: Recording, temperature: int) -> Machine:
+    """Return the machine of a recording."""
+    costs, known = recording.costs(temperature), recording.calibration
+    noise = costs.noise, costs.drafter_noise
+
+    def target(batch: int, rows: int) -> float:
+        plain = costs.plain(batch)
+        return plain if rows <= batch else max(plain, costs.verify(rows))
+
+    curves = target, costs.drafter, costs.overhead
+    return Machine(*curves, costs.steps, known["catch_up"], noise, known)
+
+
+def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
+    """Return an H200 or H100. Sampled requests have the costs of greedy ones."""
+    bandwidth, generator = _BANDWIDTH[name], random.Random(1)
+    parameters, beside, kv = _TARGET
+    layers, body, head = _DRAFTER
+
+    def step(rows: float) -> float:
+        memory, compute = 2 * parameters / bandwidth, 2 * parameters * rows / _FLOPS
+        return beside + (memory**4 + compute**4) ** 0.25 + _ROW * rows
+
+    def target(batch: int, rows: int) -> float:
+        return step(rows) + batch * _CONTEXT * kv / bandwidth
+
+    def drafter(batch: float) -> float:
+        products = 2 * (body + head) / bandwidth + 2 * (body + head) * batch / _FLOPS
+        return layers * _LAUNCH + products + _PICK
+
+    def overhead(batch: float) -> float:
+        return _REST + _REST_MORE * (batch - 1)
+
+    def noise() -> list[float]:
+        return [
+            _OUTLIER if generator.random() < _OUTLIERS else generator.gauss(0.0, _NOISE)
+            for _ in range(2000)
+        ]
+
+    sizes = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288
+    calibration = {
+        "target": [(n, step(n) - _UNTIMED) for n in sizes],
+        "drafter": [(n, drafter(n)) for n in sizes if n <= 32],
+        "catch_up": 2 * (body + head) / _FLOPS,
+    }
+    # A device runs the planned steps, one for each target token of a sampled draft.
+    steps = 0.0, 1.0 if temperature else 1.04
+    return Machine(
+        target,
+        drafter,
+        overhead,
+        steps,
+        calibration["catch_up"],
+        (noise(), noise()),
+        calibration,
+        stops_early=False,
+        buckets=buckets,
+    )
+
+
+def named(name: str, recording: Recording, temperature: int) -> Machine:
+    """Return the machine `cpu`, `h200`, `h100` or `h200-async`, which pads drafts."""
+    if name == "cpu":
+        return cpu(recording, temperature)
+    kind, _, padded = name.partition("-")
+    return gpu(kind, temperature, (0, LONGEST // 2, LONGEST) if padded else ())
