@@ -22,7 +22,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,13 +144,16 @@ def run_cell(name: str, controllers: Sequence[str], seed: int = 0) -> dict[str, 
     fixed = [replay(where, lambda _, k=k: Fixed(k), seed)[:2] for k in range(1, LONGEST + 1)]
     best = max(range(LONGEST), key=lambda at: fixed[at][1].speed)
     whole, late = (max(1.0, max(pair[at].speed for pair in fixed)) for at in range(2))
-    gain = late
+    gains: dict[int, float] = {}
+    oracle = late
     for _ in range(_ORACLES):
-        gain = replay(where, lambda world, gain=gain: Oracle(world, gain), seed)[1].speed
+        _, found, _ = replay(where, lambda world, known=gains: Oracle(world, known, late), seed)
+        gains = {at: alone / seconds for at, (alone, seconds) in found.of_batch.items()}
+        oracle = max(oracle, found.speed)
     return {
         "best": best + 1,
         "fixed": fixed[best][1].speed,
-        "oracle": gain,
+        "oracle": oracle,
         **{each: _score(where, each, (whole, late), seed)._asdict() for each in controllers},
     }
 

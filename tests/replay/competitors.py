@@ -56,21 +56,25 @@ class Oracle(Fixed):
 
     Args:
         world: Contains the requests.
-        gain: Speed over the target alone: the price of a second.
+        gains: By batch, the expected speed over the target alone: the price of a second. Where it
+            is below 1, as prompts are expensive to read, the oracle does not draft.
+        gain: That of other batches.
     """
 
-    def __init__(self, world: World, gain: float) -> None:
+    def __init__(self, world: World, gains: Mapping[int, float], gain: float) -> None:
         super().__init__(LONGEST)
-        self._world, self._gain = world, gain
+        self._world, self._gains, self._gain = world, gains, gain
 
     def plan(self, batch: int, limits: Sequence[int], *_: Any) -> LookaheadPlan:
-        machine = self._world.machine
+        machine, gain = self._world.machine, self._gains.get(batch, self._gain)
+        if gain < 1.0:
+            return LookaheadPlan((0,) * batch)
         accepted = [
             min(limit, request.text.accepted[request.at])
             for limit, request in zip(limits, self._world.requests, strict=True)
         ]
-        price = self._gain * batch / machine.target(batch, batch)
-        best, chosen = batch - self._gain * batch, [0] * batch  # the target alone
+        price = gain * batch / machine.target(batch, batch)
+        best, chosen = batch - gain * batch, [0] * batch  # the target alone
         for longest in range(1, max(accepted, default=0) + 1):
             lengths = [min(longest, count) for count in accepted]
             going = [sum(length > depth for length in lengths) for depth in range(longest)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines of the replay: the recorded CPU, and two GPUs by a cost model.
 
-The GPUs run a pair of 8B and 0.5B parameters in bfloat16, a step of the target in a full CUDA graph.
-The constants are those of one H200 (measured); an H100 differs by its bandwidth.
+The GPUs run a pair of 8B and 0.5B parameters in bfloat16, with full CUDA graphs. The constants were
+measured on one H200; an H100 differs by its bandwidth.
 """
 
 import random

@@ -22,12 +22,16 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker runs in this thread
 time.perf_counter = time.thread_time  # the clock of the package
 
-from harness import engine, proposer_of
-from recordings import LONGEST, write
+from harness import engine, proposer_of  # noqa: E402
+from recordings import LONGEST, write  # noqa: E402
 
-from vllm_hetero_spec.bench.datasets import Dataset, in_chat_template, load_dataset
-from vllm_hetero_spec.engine import step_timing
-from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
+from vllm_hetero_spec.bench.datasets import (  # noqa: E402
+    Dataset,
+    in_chat_template,
+    load_dataset,
+)
+from vllm_hetero_spec.engine import step_timing  # noqa: E402
+from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan  # noqa: E402
 
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _TOGETHER = 8  # requests at a time while texts are recorded

@@ -49,8 +49,8 @@ class Text:
     """A circular text of one subject, with the draft that begins behind each of its tokens.
 
     A recorded round covers the accepted tokens and the first rejected position. Because accepted
-    tokens are true text, a round may begin inside a recorded draft and use the rest of it. The bonus
-    token behind a draft that was accepted as a whole was not predicted, and is left out.
+    tokens are true text, a round may begin inside a recorded draft and use the rest of it. The
+    bonus token after a wholly accepted draft was not predicted, and is left out.
 
     Attributes:
         random: True for sampled requests.

@@ -63,9 +63,9 @@ class Outcome:
 
     Attributes:
         alone: Seconds that the target alone would take for the tokens at the same batch.
+        of_batch: By batch, `alone` and `seconds`.
         probing: Seconds that probes lost.
         off: Steps while speculation was disabled; `read` of them were planned.
-        lookaheads: Steps by longest planned draft.
     """
 
     tokens: int = 0
@@ -74,7 +74,16 @@ class Outcome:
     probing: float = 0.0
     off: int = 0
     read: int = 0
-    lookaheads: list[int] = field(default_factory=lambda: [0] * (LONGEST + 1))
+    of_batch: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, batch: int, tokens: int, seconds: float, plain: float) -> None:
+        """Add a step of `batch` requests; `plain` is what it takes without drafts."""
+        alone = tokens * plain / batch
+        self.tokens += tokens
+        self.seconds += seconds
+        self.alone += alone
+        before = self.of_batch.get(batch, (0.0, 0.0))
+        self.of_batch[batch] = before[0] + alone, before[1] + seconds
 
     @property
     def speed(self) -> float:
@@ -130,14 +139,14 @@ class World:
     # ------------------------------------------------------------------------------ the load
 
     def _begin_step(self, phase: Phase) -> bool:
-        """Let requests end and arrive. Return True if any arrived."""
+        """Let requests end and arrive. Return True if the target's next step has a prefill."""
         self.requests = [request for request in self.requests if request.left > 1]
         del self.requests[phase.batch :]
         texts = phase.texts
         for index, request in enumerate(self.requests):
             if request.text not in texts:
                 self.requests[index] = self._request(phase)
-        arrived = len(self.requests) < phase.batch
+        arrived = phase.arrivals and len(self.requests) < phase.batch
         while len(self.requests) < phase.batch:
             self.requests.append(self._request(phase))
         return arrived
@@ -165,9 +174,8 @@ class World:
                 request.emit(1)
                 request.unread += 1
             for outcome in outcomes:
-                _count(outcome, batch, plain, plain)
+                outcome.add(batch, batch, plain, plain)
                 outcome.off += 1
-                outcome.lookaheads[0] += 1
             return
         if self._last is not None:
             self._last()
@@ -176,7 +184,9 @@ class World:
         kinds = [request.text.random for request in requests]
         unread = [request.unread for request in requests]
         plan = controller.plan(batch, limits, unread, kinds, machine.buckets)
-        lookahead = [min(wanted, limit) for wanted, limit in zip(plan.lookahead, limits)]
+        lookahead = [
+            min(wanted, limit) for wanted, limit in zip(plan.lookahead, limits, strict=True)
+        ]
         self._drafted = any(lookahead)
         drafts, timing, stopped, spent = self._draft(plan, lookahead, limits)
         self._learn()
@@ -188,7 +198,7 @@ class World:
         usual = machine.target(batch, rows)
         seconds = self._spend(usual, 0)
         emitted, found = batch, []
-        for index, (request, length) in enumerate(zip(requests, lengths)):
+        for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             accepted = min(length, request.text.accepted[request.at])
             if drafts[index]:
                 wanted = 0 if stopped else lookahead[index]
@@ -199,8 +209,7 @@ class World:
         times = None if began else (seconds, self.now - started)
         self._last = partial(self._observe, batch, rows, emitted, found, times)
         for outcome in outcomes:
-            _count(outcome, emitted, spent + usual, emitted * plain / batch)
-            outcome.lookaheads[max(lookahead)] += 1
+            outcome.add(batch, emitted, spent + usual, plain)
             outcome.off += controller.off
             outcome.read += controller.off
             if plan.probe:
@@ -231,10 +240,10 @@ class World:
             return drafts, None, False, 0.0
         reads = [
             wanted > 0 or (not plan.probe and limit > 0 and request.unread <= _READ_BESIDE)
-            for wanted, limit, request in zip(lookahead, limits, requests)
+            for wanted, limit, request in zip(lookahead, limits, requests, strict=True)
         ]
         fed = 0
-        for request, read in zip(requests, reads):
+        for request, read in zip(requests, reads, strict=True):
             if read:
                 fed, request.unread = fed + request.unread, 0
         longest, tokens, stopped = max(lookahead), 0, False
@@ -247,14 +256,16 @@ class World:
             tokens = (
                 longest if forwards == steps else min(longest, int(forwards / machine.steps[1]))
             )
-            for draft, request, wanted in zip(drafts, requests, lookahead):
+            for draft, request, wanted in zip(drafts, requests, lookahead, strict=True):
                 draft[:] = request.text.drafts[request.at][: min(tokens, wanted)]
-            if machine.stops_early and forwards < steps and tokens:
-                going = self._controller.continue_drafting(drafts)
-                stopped = not any(go for go, wanted in zip(going, lookahead) if wanted)
+            going = [wanted > tokens for wanted in lookahead]
+            if machine.stops_early and forwards < steps and tokens and any(going):
+                shown = [draft if goes else [] for draft, goes in zip(drafts, going, strict=True)]
+                worth = self._controller.continue_drafting(shown)
+                stopped = not any(map(min, worth, going))
                 if stopped:
                     break
-            active = max(1, sum(wanted > tokens for wanted in lookahead))
+            active = max(1, sum(going))
         overhead = machine.overhead(sum(reads))
         observe = partial(
             self._controller.observe_draft,
@@ -298,9 +309,3 @@ class World:
         seconds *= math.exp(noise[at])
         self.now += seconds
         return seconds
-
-
-def _count(outcome: Outcome, tokens: int, seconds: float, alone: float) -> None:
-    outcome.tokens += tokens
-    outcome.seconds += seconds
-    outcome.alone += alone
