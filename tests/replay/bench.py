@@ -35,43 +35,14 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 
 MACHINES = "cpu", "h200", "h100", "h200-async"
 BATCHES = 1, 2, 4, 8, 16, 32
-SUBJECTS = {"humaneval": "real", "mt_bench": "real", "demo": "demo"}
+SUBJECTS = {"humaneval": "real", "mt_bench": "real", "demo": "demo"}  # and their recordings
 MIXES = "crowd", "turn", "both", "warm"
 _SECONDS, _ROUNDS = 30.0, 1500  # duration of a run; a GPU has fewer seconds
-_ORACLES = 2  # runs of the oracle, each at the price of the one before
+_ORACLES = 2  # runs of the oracle, each at the prices of the one before
+_FIGURES = "speed", "share", "whole", "probes", "reads"
+Results = dict[str, dict[str, float]]  # by cell; a controller's figures as "NAME speed"
 
-
-class Cell(NamedTuple):
-    """A machine and a load; `saved` estimates are learned before the run."""
-
-    name: str
-    machine: Machine
-    phases: Sequence[Phase]
-    warm: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Duration of a run."""
-        batch = max(phase.batch for phase in self.phases)
-        if self.machine.stops_early:
-            return _SECONDS
-        return min(_SECONDS, _ROUNDS * self.machine.target(batch, batch))
-
-
-class Score(NamedTuple):
-    """Figures of a controller in a cell, as in the module's documentation."""
-
-    speed: float
-    share: float
-    whole: float
-    probes: float
-    reads: float
-
-
-@cache
-def recording(name: str) -> Recording:
-    """Return a recording of this folder."""
-    return Recording.read(name)
+recording = cache(Recording.read)
 
 
 @cache
@@ -80,123 +51,99 @@ def text(subject: str, temperature: int) -> Text:
     return recording(SUBJECTS[subject]).text(subject, temperature)
 
 
-def cell(name: str) -> Cell:
-    """Return the cell of a name."""
-    machine, *rest = name.split("/")
-    if len(rest) == 3:
-        subject, temperature, batch = rest[0], int(rest[1]), int(rest[2])
-        costs = named(machine, recording(SUBJECTS[subject]), temperature)
-        return Cell(name, costs, [Phase(1.0, batch, [text(subject, temperature)])])
-    code, chat = text("humaneval", 0), text("mt_bench", 0)
-    phases = {
-        # Requests come and go.
-        "crowd": [Phase(1 / 6, batch, [code, chat], True) for batch in (1, 8, 2, 16, 4, 32)],
-        "turn": [Phase(1 / 3, 4, [subject]) for subject in (code, chat, code)],
-        "both": [Phase(1.0, 8, [code, text("mt_bench", 1)], True)],
-        "warm": [Phase(1.0, 4, [code])],
-    }[rest[0]]
-    costs = named(machine, recording("real"), int(rest[0] == "both"))
-    return Cell(name, costs, phases, warm=rest[0] == "warm")
+class Cell(NamedTuple):
+    """A machine and a load; `warm` if a controller starts from the estimates of another run."""
+
+    machine: Machine
+    phases: Sequence[Phase]
+    warm: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> "Cell":
+        machine, load, *rest = name.split("/")
+        if rest:
+            temperature, batch = map(int, rest)
+            costs = named(machine, recording(SUBJECTS[load]), temperature)
+            return cls(costs, [Phase(1.0, batch, [text(load, temperature)])])
+        code, chat = text("humaneval", 0), text("mt_bench", 0)
+        phases = {
+            "crowd": [Phase(1 / 6, batch, [code, chat], True) for batch in (1, 8, 2, 16, 4, 32)],
+            "turn": [Phase(1 / 3, 4, [subject]) for subject in (code, chat, code)],
+            "both": [Phase(1.0, 8, [code, text("mt_bench", 1)], True)],
+            "warm": [Phase(1.0, 4, [code])],
+        }[load]
+        costs = named(machine, recording("real"), int(load == "both"))
+        return cls(costs, phases, warm=load == "warm")
+
+    def run(self, build: Callable[[World], Controller], seed: int) -> tuple[Outcome, Outcome, Any]:
+        """Return the outcomes of `World.run`, and the controller."""
+        batch, seconds = max(phase.batch for phase in self.phases), _SECONDS
+        if not self.machine.stops_early:
+            seconds = min(seconds, _ROUNDS * self.machine.target(batch, batch))
+        world = World(self.machine, self.phases, seconds, seed)
+        controller = build(world)
+        return *world.run(controller), controller
 
 
 def names() -> list[str]:
     """Return the names of all cells."""
-    steady = [
-        f"{machine}/{subject}/{temperature}/{batch}"
-        for machine in MACHINES
-        for subject in SUBJECTS
-        for temperature in (0, 1)
-        for batch in BATCHES
-    ]
-    return steady + [f"{machine}/{mix}" for machine in MACHINES for mix in MIXES]
+    loads = [f"{of}/{at}/{batch}" for of in SUBJECTS for at in (0, 1) for batch in BATCHES]
+    return [f"{machine}/{load}" for machine in MACHINES for load in [*loads, *MIXES]]
 
 
-def replay(
-    where: Cell, build: Callable[[World], Controller], seed: int
-) -> tuple[Outcome, Outcome, Controller]:
-    """Run a controller in a cell. Return the outcomes of `World.run`, and the controller."""
-    world = World(where.machine, where.phases, where.seconds, seed)
-    controller = build(world)
-    return *world.run(controller), controller
-
-
-def _score(where: Cell, name: str, better: tuple[float, float], seed: int) -> Score:
-    make, saved = factory(name), None
-    if where.warm:
-        *_, earlier = replay(where, lambda world: make(Start(where.machine, world.clock)), seed + 1)
-        known: Any = earlier
-        saved = json.loads(json.dumps(known.known.to_dict()))
-    whole, late, _ = replay(
-        where, lambda world: make(Start(where.machine, world.clock, saved)), seed
-    )
-    return Score(
-        late.speed,
-        late.speed / better[1],
-        whole.speed / better[0],
-        whole.probing / whole.seconds,
-        whole.read / max(whole.off, 1),
-    )
-
-
-def run_cell(name: str, controllers: Sequence[str], seed: int = 0) -> dict[str, Any]:
-    """Return the best fixed lookahead, the speed of the oracle and a `Score` by controller."""
-    where = cell(name)
-    fixed = [replay(where, lambda _, k=k: Fixed(k), seed)[:2] for k in range(1, LONGEST + 1)]
-    best = max(range(LONGEST), key=lambda at: fixed[at][1].speed)
-    whole, late = (max(1.0, max(pair[at].speed for pair in fixed)) for at in range(2))
+def run_cell(name: str, controllers: Sequence[str], seed: int = 0) -> dict[str, float]:
+    """Return the figures of a cell."""
+    cell = Cell.named(name)
+    fixed = [cell.run(lambda _, k=k: Fixed(k), seed)[:2] for k in range(1, LONGEST + 1)]
+    speed, best = max((late.speed, k) for k, (_, late) in enumerate(fixed, 1))
+    better = max(1.0, speed)
+    better_whole = max(1.0, *(whole.speed for whole, _ in fixed))
     gains: dict[int, float] = {}
-    oracle = late
+    results = {"best": best, "fixed": speed, "oracle": better}
     for _ in range(_ORACLES):
-        _, found, _ = replay(where, lambda world, known=gains: Oracle(world, known, late), seed)
-        gains = {at: alone / seconds for at, (alone, seconds) in found.of_batch.items()}
-        oracle = max(oracle, found.speed)
-    return {
-        "best": best + 1,
-        "fixed": fixed[best][1].speed,
-        "oracle": oracle,
-        **{each: _score(where, each, (whole, late), seed)._asdict() for each in controllers},
-    }
+        late = cell.run(lambda world, known=gains: Oracle(world, known, better), seed)[1]
+        gains = {at: alone / seconds for at, (alone, seconds) in late.of_batch.items()}
+        results["oracle"] = max(results["oracle"], late.speed)
+    for each in controllers:
+        whole, late = _run(cell, factory(each), seed)
+        shares = late.speed / better, whole.speed / better_whole
+        rest = whole.probing / whole.seconds, whole.read / max(whole.off, 1)
+        values = zip(_FIGURES, (late.speed, *shares, *rest), strict=True)
+        results |= {f"{each} {figure}": value for figure, value in values}
+    return results
 
 
-def mean(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean over seeds of the results of a cell; `best` is that of the first one."""
-    first = results[0]
-    return {
-        key: {at: sum(r[key][at] for r in results) / len(results) for at in value}
-        if isinstance(value, dict)
-        else value
-        if key == "best"
-        else sum(r[key] for r in results) / len(results)
-        for key, value in first.items()
-    }
+def _run(cell: Cell, make: Callable[[Start], Any], seed: int) -> tuple[Outcome, Outcome]:
+    """Run a controller, in a warm cell for the second time."""
+    saved = None
+    if cell.warm:
+        before = cell.run(lambda world: make(Start(cell.machine, world.clock)), seed + 1)[2]
+        saved = json.loads(json.dumps(before.known.to_dict()))
+    return cell.run(lambda world: make(Start(cell.machine, world.clock, saved)), seed)[:2]
 
 
-def line(name: str, result: dict[str, Any], old: dict[str, Any]) -> str:
+def line(name: str, result: dict[str, float], controllers: Sequence[str]) -> str:
     """Return the line of a cell."""
-    parts = [f"{name:24}  {result['fixed']:5.2f} ({result['best']})  {result['oracle']:5.2f} "]
-    for score in (value for value in result.values() if isinstance(value, dict)):
-        parts.append(
-            f" {score['speed']:5.2f} {score['share']:6.1%} {score['whole']:6.1%}"
-            f" {score['probes']:5.1%} {score['reads']:5.1%} "
-        )
-    for score in (value for value in old.get(name, {}).values() if isinstance(value, dict)):
-        parts.append(f" {score['speed']:5.2f} {score['share']:6.1%} {score['whole']:6.1%}")
+    parts = [f"{name:25} {result['fixed']:5.2f} ({result['best']:.0f}) {result['oracle']:5.2f}"]
+    for each in controllers:
+        speed, *rest = (result[f"{each} {figure}"] for figure in _FIGURES)
+        parts.append(f"{speed:8.2f} " + " ".join(f"{value:6.1%}" for value in rest))
     return " ".join(parts)
 
 
-def summary(results: dict[str, dict[str, Any]], controller: str) -> str:
+def summary(results: Results, controller: str) -> str:
     """Return the figures of a controller over all cells."""
-    scores = [result[controller] for result in results.values()]
-    lost = sum(score["share"] < 0.98 for score in scores)
-    least = min(results, key=lambda name: results[name][controller]["share"])
-    whole = min(results, key=lambda name: results[name][controller]["whole"])
-    count = len(scores)
+    speeds, shares, wholes, probes, _ = (
+        {name: result[f"{controller} {figure}"] for name, result in results.items()}
+        for figure in _FIGURES
+    )
+    count, least, whole = len(results), min(shares, key=shares.get), min(wholes, key=wholes.get)
+    low = sum(share < 0.98 for share in shares.values())
     return (
-        f"{controller}: mean speed {sum(s['speed'] for s in scores) / count:.3f}, mean share "
-        f"{sum(s['share'] for s in scores) / count:.2%}; {lost} of {count} cells below 98 %, least "
-        f"{results[least][controller]['share']:.1%} ({least}); whole run at least "
-        f"{results[whole][controller]['whole']:.1%} ({whole}); probes at most "
-        f"{max(s['probes'] for s in scores):.2%}"
+        f"{controller}: mean speed {sum(speeds.values()) / count:.3f}, mean share "
+        f"{sum(shares.values()) / count:.2%}; below 98 % in {low} of {count} cells, "
+        f"least {shares[least]:.1%} ({least}); whole run at least "
+        f"{wholes[whole]:.1%} ({whole}); probes at most {max(probes.values()):.2%}"
     )
 
 
@@ -209,31 +156,36 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each cell, averaged")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="file for the results")
-    parser.add_argument("--against", type=Path, help="such a file, to print beside")
-    arguments = parser.parse_args()
-    controllers = arguments.controller or ["goodput"]
-    old = json.loads(arguments.against.read_text()) if arguments.against else {}
-    parts = arguments.only or [""]
-    chosen = [name for name in names() if any(part in name for part in parts)]
-    heads = [f"{each:>33} " for each in controllers]
-    print(f"{'cell':24}   best fixed oracle {' '.join(heads)}{'  old' if old else ''}")
-    results = {}
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        runs = [
-            [pool.submit(run_cell, name, controllers, seed) for seed in range(arguments.seeds)]
-            for name in chosen
+    parser.add_argument("--against", type=Path, help="such a file; prints its `goodput` as `old`")
+    given = parser.parse_args()
+    controllers = given.controller or ["goodput"]
+    old = json.loads(given.against.read_text()) if given.against else {}
+    shown = [*controllers, *["old"] * bool(old)]
+    print(f"{'':25} best fixed oracle" + "".join(f"{each:>37}" for each in shown))
+    print(f"{'':43}" + f"{'speed':>9}  share  whole probes  reads" * len(shown))
+    results: Results = {}
+    with ProcessPoolExecutor(given.jobs) as pool:
+        cells = [name for name in names() if any(part in name for part in given.only or [""])]
+        pending = [
+            [pool.submit(run_cell, name, controllers, seed) for seed in range(given.seeds)]
+            for name in cells
         ]
-        for name, pending in zip(chosen, runs, strict=True):
-            results[name] = mean([each.result() for each in pending])
-            print(line(name, results[name], old), flush=True)
-    for controller in controllers:
-        print(summary(results, controller))
-    shared = {name: old[name] for name in results if name in old}
-    for controller in {key for result in shared.values() for key in result} - {*results}:
-        if all(isinstance(result.get(controller), dict) for result in shared.values()):
-            print(f"old {summary(shared, controller)}")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        for name, runs in zip(cells, pending, strict=True):
+            found = [run.result() for run in runs]
+            result = {key: sum(each[key] for each in found) / len(found) for key in found[0]}
+            result |= {
+                key.replace("goodput", "old"): value
+                for key, value in old.get(name, {}).items()
+                if key.startswith("goodput ")
+            }
+            results[name] = result
+            print(line(name, result, shown if name in old else controllers), flush=True)
+    for each in controllers:
+        print(summary(results, each))
+    if shared := {name: result for name, result in results.items() if name in old}:
+        print(summary(shared, "old"))
+    if given.out:
+        given.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
