@@ -5,12 +5,13 @@ The GPUs run a pair of 8B and 0.5B parameters in bfloat16, with full CUDA graphs
 measured on one H200; an H100 differs by its bandwidth.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recordings import LONGEST, Recording
+from recordings import LONGEST, Costs, Recording, line
 
 Seconds = Callable[[float], float]
 
@@ -44,7 +45,7 @@ class Machine:
         buckets: Lengths to which all drafts of a step are padded; empty if they are not padded.
     """
 
-    target: Callable[[int, int], float]
+    target: Callable[[float, float], float]
     drafter: Seconds
     overhead: Seconds
     steps: tuple[float, float]
@@ -66,16 +67,27 @@ class Machine:
 
 
 def cpu(recording: Recording, temperature: int) -> Machine:
-    """Return the machine of a recording."""
-    costs, known = recording.costs(temperature), recording.calibration
-    noise = costs.noise, costs.drafter_noise
+    """Return the machine of a recording. Its noise is the recorded one, in the same order."""
+    steps, every = recording.steps[str(temperature)], recording.rounds[str(temperature)]
+    # Without rounds that read long contexts, or that drafted nothing.
+    rounds = [r for r in every if r[2] and r[5] <= 4 * r[0] + LONGEST]
+    plain = Costs((batch, seconds) for batch, rows, seconds in steps if rows == batch)
+    verify = Costs((rows, seconds) for batch, rows, seconds in steps if rows > batch)
+    drafter = Costs((round(r[0]), r[3] / r[1]) for r in rounds)
 
-    def target(batch: int, rows: int) -> float:
-        plain = costs.plain(batch)
-        return plain if rows <= batch else max(plain, costs.verify(rows))
+    def target(batch: float, rows: float) -> float:
+        return plain(batch) if rows <= batch else max(plain(batch), verify(rows))
 
-    curves = target, costs.drafter, costs.overhead
-    return Machine(*curves, costs.steps, known["catch_up"], noise, known)
+    noise = [math.log(seconds / target(batch, rows)) for batch, rows, seconds in steps]
+    return Machine(
+        target,
+        drafter,
+        overhead=Costs((round(r[0]), r[4]) for r in rounds),
+        steps=line([(r[2], r[1]) for r in rounds]),
+        catch_up=recording.calibration["catch_up"],
+        noise=(noise, [math.log(r[3] / (r[1] * drafter(r[0]))) for r in rounds]),
+        calibration=recording.calibration,
+    )
 
 
 def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
@@ -88,7 +100,7 @@ def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
         memory, compute = 2 * parameters / bandwidth, 2 * parameters * rows / _FLOPS
         return beside + (memory**4 + compute**4) ** 0.25 + _ROW * rows
 
-    def target(batch: int, rows: int) -> float:
+    def target(batch: float, rows: float) -> float:
         return step(rows) + batch * _CONTEXT * kv / bandwidth
 
     def drafter(batch: float) -> float:

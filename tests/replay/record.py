@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker runs 
 time.perf_counter = time.thread_time  # the clock of the package
 
 from harness import engine, proposer_of  # noqa: E402
-from recordings import LONGEST, write  # noqa: E402
+from recordings import LONGEST, Recording  # noqa: E402
 
 from vllm_hetero_spec.bench.datasets import (  # noqa: E402
     Dataset,
@@ -136,7 +136,6 @@ def main() -> None:
     texts, steps, rounds = {}, {}, {}
     began = time.monotonic()
     with engine(arguments.target, spec, **sizes) as llm:
-        known = calibration(llm)
         proposer = proposer_of(llm)
         recorder = Recorder(proposer.drafting.control)
         for temperature in (0, 1):
@@ -163,6 +162,7 @@ def main() -> None:
                 llm.generate(batched, sampling, use_tqdm=False)
                 print(f"{time.monotonic() - began:.0f} s: costs of batch {batch}, {temperature}")
             steps[str(temperature)], rounds[str(temperature)] = recorder.steps, recorder.rounds
+        known = calibration(llm)
     about = {
         "pair": f"{Path(arguments.target).name} / {Path(arguments.drafter).name}",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -170,7 +170,7 @@ def main() -> None:
     }
     if arguments.costs:
         texts = json.loads(arguments.out.read_text(encoding="utf-8"))["texts"]
-    write(arguments.out, about, known, texts, steps, rounds)
+    Recording(about, known, texts, steps, rounds).write(arguments.out)
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1024:.0f} KiB")
 
 

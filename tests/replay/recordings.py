@@ -13,36 +13,15 @@ A file is one JSON object:
 """
 
 import json
-import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 LONGEST = 8  # target tokens of a recorded draft
 HERE = Path(__file__).parent
-
-
-def write(
-    file: Path,
-    about: Mapping[str, str],
-    calibration: Mapping[str, Any],
-    texts: Mapping[str, Any],
-    steps: Mapping[str, Any],
-    rounds: Mapping[str, Any],
-) -> None:
-    """Write a recording, one request and one timed step per line."""
-    parts = {
-        "about": about,
-        "calibration": calibration,
-        "texts": texts,
-        "steps": steps,
-        "rounds": rounds,
-    }
-    text = json.dumps(parts, separators=(",", ":"))
-    file.write_text(text.replace("]],", "]],\n") + "\n", encoding="utf-8")
 
 
 class Text:
@@ -125,57 +104,30 @@ class Costs:
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
 
-class RecordedCosts(NamedTuple):
-    """Costs of one pair at one temperature.
+class Recording(NamedTuple):
+    """A recording in memory; fields as in the file."""
 
-    Attributes:
-        plain: Seconds of a target step without drafts, by requests.
-        verify: Seconds of a target step with drafts, by rows.
-        drafter: Seconds of a drafter step, by requests.
-        overhead: Seconds of the rest of a round, by requests.
-        steps: Drafter steps of a draft: constant, and for each target token.
-        noise: Logarithms of measured over usual seconds of target steps, in order.
-        drafter_noise: The same of rounds.
-    """
-
-    plain: Costs
-    verify: Costs
-    drafter: Costs
-    overhead: Costs
-    steps: tuple[float, float]
-    noise: list[float]
-    drafter_noise: list[float]
-
-
-class Recording:
-    """A recording in memory. Arguments are the parts of a file, in the order of `write`."""
-
-    def __init__(self, about: Any, calibration: Any, texts: Any, steps: Any, rounds: Any) -> None:
-        self.about, self.calibration = about, calibration
-        self._texts, self._steps, self._rounds = texts, steps, rounds
+    about: dict[str, str]
+    calibration: dict[str, Any]
+    texts: dict[str, list[list[list[float]]]]
+    steps: dict[str, list[list[float]]]
+    rounds: dict[str, list[list[float]]]
 
     @classmethod
     def read(cls, name: str) -> "Recording":
         """Read the recording of a pair in this folder."""
         return cls(**json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")))
 
+    def write(self, file: Path) -> None:
+        """Write it, one request per line."""
+        text = json.dumps(self._asdict(), separators=(",", ":"))
+        file.write_text(text.replace("]],", "]],\n") + "\n", encoding="utf-8")
+
     def text(self, subject: str, temperature: int) -> Text:
-        return Text(self._texts[f"{subject} {temperature}"], temperature > 0)
-
-    def costs(self, temperature: int) -> RecordedCosts:
-        steps, rounds = self._steps[str(temperature)], self._rounds[str(temperature)]
-        plain = Costs((batch, seconds) for batch, rows, seconds in steps if rows == batch)
-        verify = Costs((rows, seconds) for batch, rows, seconds in steps if rows > batch)
-        usual = [r for r in rounds if r[2] and r[5] <= 4 * r[0] + LONGEST]
-        drafter = Costs((round(r[0]), r[3] / r[1]) for r in usual)
-        overhead = Costs((round(r[0]), r[4]) for r in usual)
-        noise = [math.log(s / (plain(b) if n == b else verify(n))) for b, n, s in steps]
-        drafter_noise = [math.log(r[3] / (r[1] * drafter(r[0]))) for r in usual]
-        fit = _line([(r[2], r[1]) for r in usual])
-        return RecordedCosts(plain, verify, drafter, overhead, fit, noise, drafter_noise)
+        return Text(self.texts[f"{subject} {temperature}"], temperature > 0)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Fit y = extra + each * x with the least squares; extra is at least 0."""
     count = len(points)
     mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
