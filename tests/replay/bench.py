@@ -8,8 +8,11 @@
     PYTHONPATH=. python tests/replay/bench.py --against old.json
 
 FUNCTION builds a controller from a `competitors.Start`; `competitors.goodput` is an example.
-A cell is named MACHINE/SUBJECT/TEMPERATURE/BATCH or MACHINE/MIX. Speeds are relative to the target
-alone. Columns of a controller, in percent except the first one:
+A cell is named MACHINE/SUBJECT/TEMPERATURE/BATCH or MACHINE/MIX. Mixes: in `crowd` requests come
+and go, in `turn` the subject changes twice, `both` has greedy and sampled requests, and in `warm` a
+controller starts from saved estimates.
+
+Speeds are relative to the target alone. Columns of a controller:
 
 * `speed`: after the first 2 seconds.
 * `share`: of the better of the best fixed lookahead and the target alone, after these seconds.
@@ -33,7 +36,7 @@ from world import Outcome, Phase, World
 
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 
-MACHINES = "cpu", "h200", "h100", "h200-async"
+MACHINES = "cpu", "quiet", "h200", "h100", "h200-async"
 BATCHES = 1, 2, 4, 8, 16, 32
 SUBJECTS = {"humaneval": "real", "mt_bench": "real", "demo": "demo"}  # and their recordings
 MIXES = "crowd", "turn", "both", "warm"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines of the replay: the recorded CPU, and two GPUs by a cost model.
+"""Machines of the replay: a recorded CPU, and a CPU and two GPUs by a cost model.
 
 The GPUs run a pair of 8B and 0.5B parameters in bfloat16, with full CUDA graphs. The constants were
 measured on one H200; an H100 differs by its bandwidth.
@@ -14,6 +14,13 @@ from typing import Any
 from recordings import LONGEST, Costs, Recording, line
 
 Seconds = Callable[[float], float]
+
+# Two idle CPU cores with Qwen2.5-Coder-1.5B and SmolLM2-135M in bfloat16, from the time to first
+# token and the tokens per second of section 1 of examples/bench/RESULTS.md.
+_READ, _COMPUTE = 0.077, 0.0028  # seconds of the target for its weights; for a row
+_DRAFT, _DRAFT_ROW = 0.015, 0.0003  # the same of the drafter
+_ROUND, _ROUND_ROW = 0.0015, 0.0008  # seconds of a round beside; of each request
+_CPU_NOISE = 0.04  # assumed
 
 # One H200 and one H100.
 _BANDWIDTH = {"h200": 3.78e12, "h100": 2.6e12}  # bytes per second, from steps of 5.15 and 7.1 ms
@@ -90,9 +97,34 @@ def cpu(recording: Recording, temperature: int) -> Machine:
     )
 
 
+def quiet() -> Machine:
+    """Return a CPU on which nothing else runs."""
+
+    def step(rows: float) -> float:
+        return (_READ**4 + (_COMPUTE * rows) ** 4) ** 0.25 + 0.0002 * rows
+
+    def drafter(batch: float) -> float:
+        return _DRAFT + _DRAFT_ROW * batch
+
+    sizes = 1, 2, 3, 4, 6, 8
+    return Machine(
+        target=lambda batch, rows: step(rows),
+        drafter=drafter,
+        overhead=lambda batch: _ROUND + _ROUND_ROW * batch,
+        steps=(1.0, 1.02),
+        catch_up=_DRAFT_ROW,
+        noise=(_noise(_CPU_NOISE, 1), _noise(_CPU_NOISE, 2)),
+        calibration={
+            "target": [(n, step(n)) for n in sizes],
+            "drafter": [(n, drafter(n)) for n in (*sizes, 12, 16, 24, 32)],
+            "catch_up": _DRAFT_ROW,
+        },
+    )
+
+
 def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
     """Return an H200 or H100. Sampled requests have the costs of greedy ones."""
-    bandwidth, generator = _BANDWIDTH[name], random.Random(1)
+    bandwidth = _BANDWIDTH[name]
     parameters, beside, kv = _TARGET
     layers, body, head = _DRAFTER
 
@@ -110,12 +142,6 @@ def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
     def overhead(batch: float) -> float:
         return _REST + _REST_MORE * (batch - 1)
 
-    def noise() -> list[float]:
-        return [
-            _OUTLIER if generator.random() < _OUTLIERS else generator.gauss(0.0, _NOISE)
-            for _ in range(2000)
-        ]
-
     sizes = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288
     calibration = {
         "target": [(n, step(n) - _UNTIMED) for n in sizes],
@@ -130,16 +156,27 @@ def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
         overhead,
         steps,
         calibration["catch_up"],
-        (noise(), noise()),
+        (_noise(_NOISE, 1), _noise(_NOISE, 2)),
         calibration,
         stops_early=False,
         buckets=buckets,
     )
 
 
+def _noise(spread: float, seed: int) -> list[float]:
+    """Return logarithms of measured over usual seconds."""
+    generator = random.Random(seed)
+    return [
+        _OUTLIER if generator.random() < _OUTLIERS else generator.gauss(0.0, spread)
+        for _ in range(2000)
+    ]
+
+
 def named(name: str, recording: Recording, temperature: int) -> Machine:
-    """Return the machine `cpu`, `h200`, `h100` or `h200-async`, which pads drafts."""
+    """Return a machine of `bench.MACHINES`. `h200-async` pads drafts."""
     if name == "cpu":
         return cpu(recording, temperature)
+    if name == "quiet":
+        return quiet()
     kind, _, padded = name.partition("-")
     return gpu(kind, temperature, (0, LONGEST // 2, LONGEST) if padded else ())
