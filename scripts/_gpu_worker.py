@@ -4,14 +4,13 @@
 import functools
 import gzip
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _host_sections import device_use, found, wrap_sections, wrapped
+from _host_sections import device_use, wrap_sections, wrapped
 from torch.profiler import profile, record_function
 
 import vllm_hetero_spec
@@ -20,19 +19,6 @@ from vllm_hetero_spec.bench.child_process import serve
 from vllm_hetero_spec.bench.load import Load
 from vllm_hetero_spec.bench.vllm_engine import EngineSpec
 
-# Methods of the package and their replacements, by name. "more steps" always drafts enough drafter
-# tokens for the last target token. "no first tokens" disables token healing.
-SWITCHES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "more steps": (
-        "drafter.draft_length:DraftLength.steps",
-        lambda _, task, room, ratio: (
-            task.lookahead and min(room, math.ceil(task.lookahead * ratio) + (ratio > 1))
-        ),
-    ),
-    "no first tokens": ("drafter.token_healing:TokenHealing.due", lambda _: False),
-}
-_originals = dict[str, Callable[..., Any]]()
-
 
 class GpuWorker:
     """Worker extension; vLLM mixes it into the class of the worker."""
@@ -40,8 +26,8 @@ class GpuWorker:
     model_runner: Any
     gpu_profiler: Any = None
 
-    def gpu_set(self, rates: list[float] | None, lookahead: int, switched: str) -> None:
-        """Set verification and drafting of the next loads; `switched` is one of `SWITCHES` or "".
+    def gpu_set(self, rates: list[float] | None, lookahead: int) -> None:
+        """Set verification and drafting of the next loads.
 
         `rates` are imposed conditional acceptance rates of each draft token; None verifies. With
         `lookahead` 0 the engine's own controller chooses draft lengths.
@@ -55,10 +41,6 @@ class GpuWorker:
         if "_verify" not in vars(sampler):
             impose(sampler)
             self.gpu_controller = proposer.controller
-        for name, (method, replacement) in SWITCHES.items():
-            owner, attribute, original = found(method)
-            _originals.setdefault(name, original)
-            setattr(owner, attribute, replacement if name == switched else _originals[name])
         from vllm_hetero_spec.lookahead.controllers import Fixed
 
         proposer.controller = Fixed(lookahead) if lookahead else self.gpu_controller

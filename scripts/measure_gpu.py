@@ -6,8 +6,8 @@
 
 0: versions, clocks, basic operations. A: tokens and acceptance rates in float32, by setup. B:
 forwards of the drafter, by variant. C: tokens per second compared with the target alone and with
-vLLM's `draft_model`, in interleaved rounds. C': our engine with one method replaced. D: profiles,
-whose traces are kept. S: sampled requests. A part that exceeds its time ends, and the next begins.
+vLLM's `draft_model`, in interleaved rounds. D: profiles, whose traces are kept. S: sampled
+requests. A part that exceeds its time ends, and the next begins.
 
 Part A runs a small trained pair. Other models have real shapes, repeat a chain of tokens, and share
 a tokenizer; our drafter still translates through text. An acceptance "length" is imposed on all
@@ -196,10 +196,10 @@ class Run:
                 self.line(part, engine=name, error=str(error) or "it has not started yet")
         return found
 
-    def play(self, engine: Engine, cell: Cell, switched: str = "", tokens: int = 0) -> Sample:
+    def play(self, engine: Engine, cell: Cell, tokens: int = 0) -> Sample:
         rates = None if cell.length is None else [RATES[cell.length]] * LOOKAHEAD
         lookahead = 0 if cell.length == 1 else LOOKAHEAD
-        engine.ask(["gpu_set", rates, lookahead, switched], self.end)
+        engine.ask(["gpu_set", rates, lookahead], self.end)
         tokens = tokens or (128 if cell.batch == 1 else 96 if cell.batch == 8 else 64)
         tokens, top_p = tokens if GPU else min(tokens, 12), 0.9 if cell.temperature else 1.0
         texts, heat = self.texts[: cell.batch], cell.temperature
@@ -300,12 +300,10 @@ def part_b(run: Run) -> bool:
     return "today" in dict(side_by_side(run, "B", wanted, measure))
 
 
-def rounds(
-    run: Run, part: str, players: Mapping[str, tuple[str, str]], cells: Sequence[Cell], most: int
-) -> bool:
-    """Run players (engine, switched method) in turn in all cells, until the part ends."""
-    engines = run.up(part, sorted({engine for engine, _ in players.values()}))
-    playing = [name for name, (engine, _) in players.items() if engine in engines]
+def rounds(run: Run, part: str, players: Sequence[str], cells: Sequence[Cell], most: int) -> bool:
+    """Run the served engines of these names in turn in all cells, until the part ends."""
+    engines = run.up(part, players)
+    playing = list(engines)
     ratios: dict[tuple[Cell, str], list[float]] = defaultdict(list)
     took, good = dict[Cell, float](), len(playing) == len(players)
     for number, cell in product(range(most if playing else 0), cells):
@@ -313,8 +311,7 @@ def rounds(
         if run.left <= took.get(cell, 0.0):
             break
         for name in playing[turn:] + playing[:turn]:
-            engine, switched = players[name]
-            found[name] = run.play(engines[engine], cell, switched)
+            found[name] = run.play(engines[name], cell)
             good &= not faults(found[name])
         took[cell] = time.monotonic() - began
         run.line(part, round=number, cell=cell._asdict(), **{n: figures(found[n]) for n in playing})
@@ -341,21 +338,16 @@ def part_d(run: Run) -> bool:
     return len(found) == 6
 
 
-_ALL = {name: (name, "") for name in ("alone", "ours", "draft_model")}
-_SWITCHED = {name or "as it is": ("ours", name) for name in ("", "more steps", "no first tokens")}
+_ALL = ("alone", "ours", "draft_model")
 _SAMPLED = [Cell(1, None, 0.7), Cell(8, None, 0.7)]
 # Function of each part, and the share of the time at which it ends.
 PARTS: dict[str, tuple[Callable[[Run], bool], float]] = {
     "0": (part_0, 0.04),
     "A": (part_a, 0.22),
     "B": (part_b, 0.36),
-    "C": (lambda run: rounds(run, "C", _ALL, C[:_CELLS], _ROUNDS), 0.8),
-    "C'": (lambda run: rounds(run, "C'", _SWITCHED, C[:2], _ROUNDS), 0.87),
+    "C": (lambda run: rounds(run, "C", _ALL, C[:_CELLS], _ROUNDS), 0.87),
     "D": (part_d, 0.96),
-    "S": (
-        lambda run: rounds(run, "S", {name: _ALL[name] for name in ("alone", "ours")}, _SAMPLED, 1),
-        1.0,
-    ),
+    "S": (lambda run: rounds(run, "S", _ALL[:2], _SAMPLED, 1), 1.0),
 }
 
 

@@ -30,7 +30,7 @@ def repair(site: Path) -> str:
     if wanted and [d.version for d in ours] == [wanted]:
         return f"metadata for 'vllm' {wanted} is in place"
     for stale in ours:
-        shutil.rmtree(_folder(site, stale.version))
+        shutil.rmtree(site / f"vllm-{stale.version}.dist-info")
     if wanted:
         _write(site, wanted, cpu[0].version)
         return (
@@ -64,13 +64,9 @@ def _version(cpu: Distribution) -> str:
     return cpu.version if "cpu" in cpu.version else f"{cpu.version}+cpu"
 
 
-def _folder(site: Path, version: str) -> Path:
-    return site / f"vllm-{version}.dist-info"
-
-
 def _write(site: Path, version: str, cpu_version: str) -> None:
     """Write the dist-info folder atomically."""
-    folder = _folder(site, version)
+    folder = site / f"vllm-{version}.dist-info"
     files = {
         "METADATA": (
             "Metadata-Version: 2.1\n"

@@ -16,10 +16,9 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ _WARMUP, _FLOOR = 0.05, 0.02  # share of the steps; share of the peak learning r
 _PROMPTS = 8  # per length
 _BEFORE_PROMPT = 200  # tokens of a file before its first prompt, and between prompts
 LONG_HELD_OUT = 60  # files; few of them are long enough for a long prompt
+_FAST_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # other processors emulate it
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def continuations(folder: Path, texts: Sequence[str], batches: int) -> list[str]
     """Greedy continuations of excerpts of `texts`, for sequence-level distillation."""
     generator = torch.Generator().manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    dtype = torch.bfloat16 if _fast_bfloat16() else torch.float32
+    dtype = torch.bfloat16 if _FAST_BFLOAT16 else torch.float32
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     stream = token_stream(tokenizer, with_conversations(tokenizer, texts))
     continued: list[str] = []
@@ -212,7 +212,7 @@ def _fit(
         for group, peak in groups:
             group["lr"] = peak * _schedule(step / steps)
         rows = draw()
-        with torch.autocast("cpu", torch.bfloat16, enabled=_fast_bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16, enabled=_FAST_BFLOAT16):
             logits = model(input_ids=rows, use_cache=False).logits
         loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
@@ -238,18 +238,6 @@ def _adamw(parameters: Iterable[torch.nn.Parameter], lr: float) -> torch.optim.O
 
 def _track(steps: int, name: str) -> Iterable[int]:
     return track(range(steps), name, console=Console(stderr=True), transient=True)
-
-
-@cache
-def _fast_bfloat16() -> bool:
-    """Return True if bfloat16 multiplies faster than float32; some processors emulate it."""
-    times = dict.fromkeys((torch.bfloat16, torch.float32), math.inf)
-    for dtype in 3 * list(times):
-        left, right = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 512, dtype=dtype)
-        start = time.perf_counter()
-        left @ right
-        times[dtype] = min(times[dtype], time.perf_counter() - start)
-    return times[torch.bfloat16] < 0.8 * times[torch.float32]
 
 
 def main() -> int:

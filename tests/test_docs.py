@@ -15,6 +15,8 @@ import pytest
 from vllm_hetero_spec.bench.datasets import Dataset
 from vllm_hetero_spec.bench.suite import SuiteDrafter, SuiteFile, Target
 from vllm_hetero_spec.cli.main import main
+from vllm_hetero_spec.draft.methods import HETERO, SLEM
+from vllm_hetero_spec.draft.methods import METHODS as TABLE
 from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 from vllm_hetero_spec.options import (
     CONTROLLERS,
@@ -204,6 +206,12 @@ def test_every_key_of_a_suite_is_described() -> None:
     assert described <= written
 
 
+def test_methods_that_draft_ahead_are_described() -> None:
+    (row,) = (row for row in tables(CONFIGURATION, "question") if "Which methods run" in row[0])
+    methods = {name for name, method in TABLE.items() if method.draws_ahead}
+    assert set(quoted(row[1])) == {*methods, SLEM, HETERO}
+
+
 def test_environment_variables_are_those_of_the_code() -> None:
     sources = "".join(file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py"))
     in_code = set(re.findall(r"\"(HETERO_SPEC_[A-Z_]+)\"", sources))
@@ -218,6 +226,8 @@ def test_rooms_import_what_the_table_says() -> None:
         for row in tables(PACKAGE / "README.md", "room")
         for room in quoted(row[0])
     }
+    folders = {file.parent.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*/*.py")}
+    assert {f"{folder}/" for folder in folders} == table.keys()
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         path = file.relative_to(PACKAGE).as_posix()

@@ -15,15 +15,15 @@ import _gpu_worker
 import measure_gpu
 import pytest
 import torch
-from _host_sections import device_use, found
+from _host_sections import device_use
 from harness import v2_environment
 from measure_gpu import LOOKAHEAD, PARTS, RATES, SHAPES, Cell, Run, rounds, side_by_side
 from tape_graphs import TapeGraphs
 from toy_drafter import ToyDrafterModel, drafter_of
 
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_step
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.recording import idle_step
 
 SCRIPT = Path(measure_gpu.__file__)
 Lines = list[dict[str, Any]]
@@ -105,22 +105,21 @@ def test_rounds_end_before_a_load_would_be_late(run: Run, clock: Clock) -> None:
     """In 60 seconds there is time for exactly two rounds of two cells of 13 seconds each."""
     alone, ours = FakeEngine(clock, 8.0), FakeEngine(clock, 5.0, steps=2, skipped={})
     run.served = {"alone": done(alone), "ours": done(ours)}
-    players = {"alone": ("alone", ""), "faster": ("ours", "more steps")}
-    assert rounds(run, "C", players, [Cell(1, 3), Cell(2, 1)], most=9)
+    assert rounds(run, "C", ["alone", "ours"], [Cell(1, 3), Cell(2, 1)], most=9)
     lines = lines_of(run.given.out)
     assert [line.get("round") for line in lines] == [0, 0, 1, 1, None, None]
-    assert lines[0]["faster"]["rounds"] == 2
-    assert lines[0]["faster"]["ms_a_round"] == 2500
+    assert lines[0]["ours"]["rounds"] == 2
+    assert lines[0]["ours"]["ms_a_round"] == 2500
     assert [line["of"] for line in lines[4:]] == [[1.6, 1.6]] * 2
-    assert ours.asked[0] == ["gpu_set", [RATES[3]] * LOOKAHEAD, LOOKAHEAD, "more steps"]
-    assert ours.asked[2] == ["gpu_set", [0.0] * LOOKAHEAD, 0, "more steps"]
+    assert ours.asked[0] == ["gpu_set", [RATES[3]] * LOOKAHEAD, LOOKAHEAD]
+    assert ours.asked[2] == ["gpu_set", [0.0] * LOOKAHEAD, 0]
     assert [len(question.prompts) for question in ours.asked[1::2]] == [1, 2, 1, 2]
 
 
 def test_faults_of_a_drafter_are_not_good(run: Run, clock: Clock) -> None:
     faulty = FakeEngine(clock, 1.0, steps=2, skipped={"drafter_error": 1})
     run.served = {"ours": done(faulty)}
-    assert not rounds(run, "C'", {"as it is": ("ours", "")}, [Cell(1, 3)], most=1)
+    assert not rounds(run, "C", ["ours"], [Cell(1, 3)], most=1)
 
 
 def test_an_engine_that_is_late_is_left_out(run: Run, clock: Clock) -> None:
@@ -129,8 +128,7 @@ def test_an_engine_that_is_late_is_left_out(run: Run, clock: Clock) -> None:
     failed.set_exception(MeasurementError("it is broken"))
     run.served = {"alone": done(alone), "ours": Future(), "draft_model": failed}
     run.until = clock.now
-    players = {name: (name, "") for name in run.served}
-    assert not rounds(run, "C", players, [Cell(1, None)], most=1)
+    assert not rounds(run, "C", list(run.served), [Cell(1, None)], most=1)
     lines = lines_of(run.given.out)
     assert {line["engine"]: line["error"] for line in lines} == {
         "draft_model": "it is broken",
@@ -138,8 +136,8 @@ def test_an_engine_that_is_late_is_left_out(run: Run, clock: Clock) -> None:
     }
     run.until += 60
     run.served = {"alone": done(alone), "draft_model": failed}
-    assert not rounds(run, "C", players | {"ours": ("alone", "")}, [Cell(1, None)], most=1)
-    assert lines_of(run.given.out)[-2]["alone"]["tokens_per_second"] == 8
+    assert not rounds(run, "C", list(run.served), [Cell(1, None)], most=1)
+    assert lines_of(run.given.out)[-1]["alone"]["tokens_per_second"] == 8
 
 
 def test_a_job_that_fails_is_a_line(run: Run) -> None:
@@ -186,15 +184,6 @@ def test_a_late_part_is_told_from_a_wrong_one(
         (of, of == "good", of == "late") for of in parts
     ]
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
-
-
-def test_a_switch_replaces_a_method_that_exists() -> None:
-    for method, _ in _gpu_worker.SWITCHES.values():
-        assert callable(found(method)[2])
-    _, steps = _gpu_worker.SWITCHES["more steps"]
-    tasks = [SimpleNamespace(lookahead=count) for count in (0, 3, 5)]
-    assert [steps(None, task, 99, 1.04) for task in tasks] == [0, 5, 7]
-    assert steps(None, tasks[2], 4, 1.04) == 4
 
 
 def test_imposed_acceptance_leaves_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,21 +309,6 @@ def test_a_drafter_that_recites_as_the_target_does_is_accepted(lines: Lines) -> 
     lengths = [line["ours"]["length"] for line in lines if line["part"] == "S" and "round" in line]
     assert any(lengths)
     assert all(length > 4 for length in lengths if length is not None)
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_switched_steps_are_counted(lines: Lines) -> None:
-    """On a CPU the present rule ("as it is") has more steps than the old rule for a GPU."""
-    cells = [line for line in lines if line["part"] == "C'" and "round" in line]
-    assert cells
-    for line in cells:
-        each = {
-            name: of["forwards"] / of["drafts"]
-            for name, of in line.items()
-            if isinstance(of, dict) and "forwards" in of
-        }
-        assert each["as it is"] > each["more steps"]
 
 
 @pytest.mark.full

@@ -50,7 +50,7 @@ def test_what_is_missing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         huggingface_hub.HfApi, "list_repo_files", lambda self, name: ["a.bin", "config.json"]
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    for engine in ({"load_format": "dummy"}, {"revision": "v1"}, {}):
+    for engine in ({"load_format": "dummy"}, {"revision": "v1"}, {"revision": None}):
         fetch_weights("org/absent", engine)
     assert loaded == [("org/absent", ["a.bin", "config.json"])]
 
@@ -113,6 +113,20 @@ def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert not missing_weights(str(tmp_path))
+
+
+def test_every_list_of_weights_is_checked(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(4)}, tmp_path / f"{name}-1.safetensors")
+        index = {"weight_map": {name: f"{name}-1.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    assert not missing_weights(str(tmp_path))
+    for name in ("a", "b"):
+        file = tmp_path / f"{name}-1.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1])
+        assert file.name in missing_weights(str(tmp_path))
+        file.write_bytes(whole)
 
 
 def test_weights_in_gguf_alone_are_none_to_vllm(tmp_path: Path) -> None:

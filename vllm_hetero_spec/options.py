@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
@@ -203,7 +202,12 @@ _OTHER_KEYS = {
 }
 # Old spellings, accepted until release 0.3, and the current place of each value.
 _MOVED: dict[str, tuple[str, ...]] = {
-    **{each.name: ("debug", each.name) for each in fields(Debug)},
+    "translation": ("debug", "translation"),
+    "chat_template": ("debug", "chat_template"),
+    "tokenizer_revision": ("debug", "tokenizer_revision"),
+    "calibrate": ("debug", "calibrate"),
+    "tree_width": ("debug", "tree_width"),
+    "tree_values": ("debug", "tree_values"),
     "parallel": ("draft_ahead",),
     "threshold": ("verification", "fuzzy", "threshold"),
     "divergence": ("verification", "fuzzy", "divergence"),

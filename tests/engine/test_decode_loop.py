@@ -22,11 +22,12 @@ from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter import draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.recording import idle_prefill
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
@@ -48,8 +49,11 @@ class World:
             REQUESTS,
             sampling=method if sampled else None,
             confidences=True,
-            token_healing=token_healing,
+            back=token_healing,
         )
+        bridge: Any = SimpleNamespace(identity=True)  # `row` admits the requests
+        self.healing = TokenHealing(self.drafter, bridge)
+        self.drafter.extensions.append(self.healing)
         self.pool = KVPool(BLOCKS, SIZE)
         self.states: dict[str, RequestState] = {}
 
@@ -67,7 +71,9 @@ class World:
         pending = list(text[state.num_kv_valid :])
         assert self.pool.grow(state.sequence.table, len(text) + steps)
         state.num_kv_valid = len(text)
-        return DraftRow(DraftTask(state, LOOKAHEAD), state.sequence, pending, steps, choose)
+        if choose is not None:
+            self.healing.admitted[name] = choose
+        return DraftRow(DraftTask(state, LOOKAHEAD), state.sequence, pending, steps)
 
     def close(self, name: str) -> None:
         self.states.pop(name).close(self.pool)
@@ -177,10 +183,10 @@ def test_graphs_draft_as_without(
     assert graphs.captured == 3 * 4
     assert graphs.replays > 100
     assert moved > 10
-    vain, short = recorded.drafter.restarted_rounds, recorded.drafter.shortened_drafts
+    vain, short = recorded.drafter.restarted_rounds, recorded.healing.shortened_drafts
     assert (vain > 3) if often > 1 else (0 < vain < 10) if optimistic else vain == 0
     assert (short > 10) if few == 2 else short == 0
-    assert (eager.drafter.restarted_rounds, eager.drafter.shortened_drafts) == (0, 0)
+    assert (eager.drafter.restarted_rounds, eager.healing.shortened_drafts) == (0, 0)
 
 
 @pytest.mark.full

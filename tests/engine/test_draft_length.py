@@ -13,7 +13,7 @@ import pytest
 from simulated_drafts import Text
 from transformers import AutoTokenizer
 
-from vllm_hetero_spec.engine.drafter.draft_length import DraftLength
+from vllm_hetero_spec.engine.drafter.draft_batch import DraftLength
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer

@@ -19,6 +19,8 @@ ON_V1 = [
     "grown_trees.py::test_trees_accept_more_than_chains[fixed]",
 ]
 ON_V2 = [
+    "default_path_v2.py::test_the_default_path_is_short",
+    "default_path_v2.py::test_no_optional_feature_runs",
     f"identity_v2.py::{SAME}[batch 8]",
     f"identity_v2.py::{SAME}[mixed parameters]",
     f"identity_v2.py::{SAME}[structured output]",

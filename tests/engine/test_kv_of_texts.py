@@ -28,6 +28,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.requests import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
@@ -82,7 +83,7 @@ class World:
             ends=self.bridge.drafter_eos,
             confidences=True,
             beside=beside,
-            token_healing=True,
+            back=True,
         )
         if graphs:
             shapes = [(size, width) for size in (1, 4, 8) for width in (1, 4, 8)]
@@ -93,7 +94,11 @@ class World:
         self.pool = KVPool(BLOCKS if seed % 2 else chance.choice((12, 25, 40)), SIZE)
         self.stats = DraftStats()
         budget = chance.choice((9, 40, 400))
-        self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats)
+        self.healing = TokenHealing(self.drafter, self.bridge)
+        self.drafter.extensions.append(self.healing)
+        self.may_heal = set[str]()  # requests of a round
+        chances: Any = None  # no tree is raced
+        self.trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         if beside:
             self.drafter.extensions.append(self.trees)
         self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, budget)
@@ -117,6 +122,7 @@ class World:
         def begun(rows: Sequence[DraftRow], control: Any = None) -> None:
             before = [[*row.sequence.kv_ids, *row.pending] for row in rows]
             self.run.append((rows, before))
+            self.may_heal = set(self.healing.admitted)
             begin(rows, control)
 
         def finished() -> list[DrafterTokens]:
@@ -132,7 +138,7 @@ class World:
     def check(self, row: DraftRow, text: list[int], tokens: DrafterTokens) -> None:
         """Check the draft of one row."""
         state = row.task.state
-        known = len(state.context.ids) - (row.choose is None)
+        known = len(state.context.ids) - (state.req_id not in self.may_heal)
         assert text[:known] == state.context.ids[:known] or not row.steps
         if not row.steps or not tokens.finite:
             assert row.sequence.kv_ids[: len(text)] == text[: len(row.sequence.kv_ids)]
@@ -227,7 +233,6 @@ class World:
             can_stop_early=not self.drafter.waits and chance.random() < 0.3,
             continue_drafting=lambda _: chance.random() < 0.7,
             drafted=lambda *_: None,
-            race_chances=None,
         )
         self.rounds.begin(tasks, self.requests.outside(step), cast(Any, control))
         drafts = {draft.req_id: draft for draft in self.rounds.finish()}

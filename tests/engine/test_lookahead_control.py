@@ -326,7 +326,9 @@ def test_the_controller_is_told_whether_trees_have_room() -> None:
     policy = TreePolicy(TreeValues.unknown(), branches, DraftStats())
     control = LookaheadControl(controller, can_stop_early=False, policy=policy)
     for trees in (room, room._replace(branches=0), None, room):
-        control.plan(replace(step_of({"a": [1]}), trees=trees), [0])
+        step = replace(step_of({"a": [1]}), trees=trees)
+        control.observe(step)
+        control.plan(step, [0])
         assert branches.room == (trees is room)
 
 

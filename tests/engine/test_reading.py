@@ -4,7 +4,7 @@
 import random
 from collections.abc import Sequence
 
-from vllm_hetero_spec.engine.drafter.reading import parts
+from vllm_hetero_spec.engine.drafter.steps import parts
 
 # As on a device: the wider a graph is, the fewer texts it has.
 MOST = {1: 16, 4: 16, 8: 16, 32: 16, 128: 4}

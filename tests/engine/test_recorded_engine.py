@@ -14,7 +14,7 @@ from tape_graphs import TapeGraphs
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats, staging
-from vllm_hetero_spec.engine.drafter import reading, token_healing
+from vllm_hetero_spec.engine.drafter import steps, token_healing
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.text.drafts import FirstToken
@@ -95,8 +95,8 @@ def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch:
     proposer, graphs = proposer_of(llm), record(llm, WIDE)
     drafter = proposer.drafting.source.drafter
     order, divided = [], []
-    parts = reading.parts
-    monkeypatch.setattr(reading, "parts", lambda *of: divided.extend(found := parts(*of)) or found)
+    parts = steps.parts
+    monkeypatch.setattr(steps, "parts", lambda *of: divided.extend(found := parts(*of)) or found)
     proposer.reset()
     for name in ("begin", "finish"):
         real = getattr(drafter, name)

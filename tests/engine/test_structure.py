@@ -40,14 +40,13 @@ MOVERS = {
     "engine/ahead/table.py": "arrays of the host: drafts in shared memory",
     "engine/drafter/inline_source.py": "banned ids, once at start",
     "engine/drafter/method.py": "tables of the pair, once at start",
+    "engine/drafter/recorded_steps.py": "static buffers, once at start",
     "engine/drafter/requests.py": "arrays of the host: a prompt's token ids",
     "engine/drafter/round_plan.py": "arrays of the host: what will be fed",
     "engine/drafter/slrs_spans.py": "runs slrs",
-    "engine/drafter/static_tensors.py": "static buffers, once at start",
     "engine/drafter/steps.py": "arrays of the host: lengths",
-    "engine/drafter/token_choice.py": "arrays of the host: which forks are of raced requests",
     "engine/drafter/token_healing.py": "candidates that have been fetched",
-    "engine/drafter/token_picking.py": "confidences between steps, on a CPU alone",
+    "engine/drafter/token_picking.py": "rows of forks, on the host; confidences, on a CPU alone",
     "engine/seam/draft_inputs_v2.py": "drafts for those who ask too early, once at start",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
@@ -219,7 +218,10 @@ def test_files_of_model_runner_v1_are_listed() -> None:
 
 
 # Optional features, and the files of the core that compose them.
-OPTIONAL = ("slrs", "trees", "engine.trees", "engine.ahead")
+ROOMS = ("slrs", "trees", "engine.trees", "engine.ahead")
+OPTIONAL = (*ROOMS, "engine.drafter.slrs_spans", "engine.drafter.token_healing")
+CORE = ("text", "verify", "lookahead", "draft", "inputs", "bench", "cli", "engine")
+CORE += ("engine.compat", "engine.metrics", "engine.seam", "engine.drafter", "engine.verifier")
 COMPOSE = {
     "engine/drafting_rank.py",  # policies, and the source of drafts
     "engine/drafter/inline_source.py",  # extensions of a round
@@ -229,9 +231,14 @@ COMPOSE = {
 }
 
 
+def test_each_room_is_core_or_optional() -> None:
+    rooms = {named(file.parent).replace("/", ".") for file in FILES if file.parent != PACKAGE}
+    assert rooms == {*CORE, *ROOMS}
+
+
 def test_the_core_imports_no_optional_feature() -> None:
     prefixes = tuple(f"vllm_hetero_spec.{room}." for room in OPTIONAL)
-    rooms = (*(room.replace(".", "/") for room in OPTIONAL), "engine/drafter/slrs_spans")
+    rooms = tuple(room.replace(".", "/") for room in OPTIONAL)
     importers = {
         name
         for name, tree in trees()

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.drafter import token_healing
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.seam import tokenizers
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.text.bridge import make_bridge
@@ -58,7 +59,7 @@ def test_greedy_identity(
         alone = generate(llm, texts, greedy())
     with engine(demo_pair / "drafter", slem(demo_pair / "target"), max_num_seqs=8) as llm:
         drafter = proposer_of(llm).drafting.source.drafter
-        assert drafter.rules.token_healing
+        assert drafter.rules.back
         seen = watched(llm, monkeypatch)
         counts = []
         for recorded, waits in ((False, False), (True, False), (True, True)):
@@ -110,16 +111,17 @@ def test_samples_follow_the_targets_law(
     laws = {name: law_of(model, start, setting) for name, setting in SETTINGS.items()}
     spec = slem(chain_pair / "drafter", 3, method=method, verification=verification)
     with engine(chain_pair / "target", spec, max_num_seqs=64) as llm:
-        healing, seen = proposer_of(llm).drafting.source.drafter._healing, []
-        judge = healing.before_sampling
+        source, seen = proposer_of(llm).drafting.source, []
+        healing = next(of for of in source.drafter.extensions if isinstance(of, TokenHealing))
+        judge = healing.before_picking
 
-        def noted(current: Any, behind: Any) -> bool:
+        def noted(current: Any, behind: Any) -> None:
             drawn = [row.task.draw is not None for row in current.rows]
-            changed = judge(current, behind)
-            seen.extend(i for i, other in current.others.items() if other.known and drawn[i])
-            return bool(changed)
+            judge(current, behind)
+            early = healing._early or {}
+            seen.extend(i for i, other in early.items() if other.known and drawn[i])
 
-        monkeypatch.setattr(healing, "before_sampling", noted)
+        monkeypatch.setattr(healing, "before_picking", noted)
         for name, texts in sample(llm, 800, SETTINGS, seeds=True).items():
             assert follows(counted(texts), laws[name]), name
         assert len(seen) > 100  # healed drafts of sampled requests

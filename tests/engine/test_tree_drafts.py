@@ -256,9 +256,11 @@ def test_dear_rows_are_not_verified() -> None:
 
 def test_a_request_of_its_own_lookahead_is_not_trimmed_by_price() -> None:
     control, _ = controlled(Priced(2.0))
-    step = step_of({"a": TEXTS["a"]})
-    asking = step.requests[0]._replace(params=RequestParams(0, lookahead=2))
-    control.plan(StepView([asking], {}, {"a"}, LOOKAHEAD, 100, 1, trees=ROOM), [0])
+    (alone,) = step_of({"a": TEXTS["a"]}).requests
+    asking = alone._replace(params=RequestParams(0, lookahead=2))
+    step = StepView([asking], {}, {"a"}, LOOKAHEAD, 100, 1, trees=ROOM)
+    control.observe(step)
+    control.plan(step, [0])
     world = World()
     (draft,) = control.trim(list(world.draft({"a": TEXTS["a"]}, control).values()))
     assert len(draft.tokens) == ROOM.nodes
@@ -326,6 +328,7 @@ def test_where_there_is_little_room_the_best_of_it_is_taken() -> None:
     drafts = list(world.draft(TEXTS, control).values())
     values = {}
     for room in (ROOM, TreeRoom(8, 40, 2), TreeRoom(8, 12, 6), TreeRoom(8, 5, 1)):
+        control.observe(step_of(TEXTS, room=room))
         control.plan(step_of(TEXTS, room=room), [0] * 3)
         for draft in control.trim(drafts):
             rows = len(draft.fed)
@@ -395,7 +398,7 @@ def test_requests_that_keep_chains_are_counted() -> None:
     step = replace(step, requests=[view._replace(params=params) for view, params in views])
 
     def paths(step: StepView, planned: int, **changes: Any) -> list[int]:
-        policy.begin(step)
+        policy.observe(step)
         tasks = [task._replace(**changes) for task in world.tasks(TEXTS)]
         return [policy.paths_of(task, planned) for task in tasks]
 

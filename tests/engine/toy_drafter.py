@@ -10,7 +10,7 @@ from torch.nn.functional import embedding  # unlike indexing, it refuses positio
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 
 SIZE, BLOCKS, VOCAB, WIDTH, LAYERS = 4, 256, 31, 16, 2
 

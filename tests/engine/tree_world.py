@@ -18,6 +18,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
@@ -80,10 +81,15 @@ class World:
             drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}
         )
         self.bridge, self.stats = IdentityBridge(special), DraftStats()
-        trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats)
+        self.drafter.extensions.append(TokenHealing(self.drafter, self.bridge))
+        self.policy, chances = TreePolicy(TreeValues.unknown(), None, self.stats), self._chances
+        trees = TreeBranches(self.drafter, self.pool, self.bridge, self.stats, chances)
         self.drafter.extensions.append(trees)
         self.rounds = DraftBatchRunner(self.bridge, self.drafter, self.pool, self.stats, 999)
         self.states: dict[str, RequestState] = {}
+
+    def _chances(self, *children: np.ndarray) -> np.ndarray:
+        return self.policy.race_chances(*children)
 
     def tasks(self, texts: dict[str, list[int]], *, paths: int = 1) -> list[DraftTask]:
         tasks = []
@@ -105,6 +111,8 @@ class World:
         self, texts: dict[str, list[int]], control: LookaheadControl, *, paths: int = 1
     ) -> dict[str, Draft]:
         """Return the drafts that follow the texts, before the controller trims them."""
+        assert isinstance(control._policy, TreePolicy)
+        self.policy = control._policy
         self.rounds.begin(self.tasks(texts, paths=paths), iter(()), control)
         return {draft.req_id: draft for draft in self.rounds.finish()}
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts that grow step by step: they equal the drafter's encoding of the whole text."""
 
+import copy
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -311,3 +312,14 @@ def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextT
         assert context.ids == ids
         context.append(word)
         assert context.ids == tokenizer.encode("value\n\nclass")
+
+
+def test_an_unknown_token_does_not_split_a_run_of_spaces(family: dict[str, TextTokenizer]) -> None:
+    """An unknown token has no bytes, whatever the last token of the vocabulary is."""
+    tokenizer = copy.copy(family["byte-level"])
+    tokenizer.token_bytes = (*tokenizer.token_bytes[:-1], b"\n")
+    context = make_bridge(tokenizer, family["byte-level"], mode="text").open()
+    context.append(tokenizer.encode("value\n\n"))
+    before = list(context.ids)
+    context.append([tokenizer.vocab_size])
+    assert context.ids == before

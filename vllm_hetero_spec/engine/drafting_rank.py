@@ -31,6 +31,7 @@ from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.engine.trees.control import TreePolicy
+from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
@@ -40,6 +41,7 @@ from vllm_hetero_spec.trees.policy import TreeChoice
 from vllm_hetero_spec.trees.values import TREE_PARTS, RankValues, TreeValues
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm.distributed.parallel_state import GroupCoordinator
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -93,9 +95,13 @@ class DraftingRank:
             longest = drafter_config.max_model_len
             self.source = ProcessSource(deployment, pair, stats, longest, drawn)
         else:
-            self.source = InlineSource(
+            self.source = source = InlineSource(
                 vllm_config, drafter_config, options, pair, device, stats, group, likeliest
             )
+            if options.tree_nodes:
+                drafter, chances = source.drafter, self._race_chances
+                trees = TreeBranches(drafter, source.pool, pair.bridge, stats, chances)
+                drafter.extensions.append(trees)
         self.bridge = bridge = pair.bridge
         stats.untranslated = bridge.failures
         pool, length = self.source.pool, self.source.max_length
@@ -251,6 +257,11 @@ class DraftingRank:
         control = LookaheadControl(controller, can_stop_early=can_stop, policy=self._trees)
         self.observer = PrecomputedDrafts(control) if options.draft_ahead else control
         return control
+
+    def _race_chances(self, *children: "np.ndarray") -> "np.ndarray":
+        """`TreePolicy.race_chances` of the present controller."""
+        assert self._trees is not None
+        return self._trees.race_chances(*children)
 
     def _agreed(self, plan: StepPlan) -> StepPlan:
         """Broadcast the plan of the first rank to all ranks that draft together."""

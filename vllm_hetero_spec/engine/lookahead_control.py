@@ -13,7 +13,7 @@ fixed in advance. Longer drafts are requested for later steps, and shorter ones 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
@@ -35,35 +35,36 @@ class StepPlan(NamedTuple):
         num_waiting: Requests that are neither read nor drafted for, so that first tokens come
             first.
         paths: Drafter paths of each draft; 0 if all drafts are chains.
+        rows: Rows of the target for the largest draft, if these are more than its depth.
     """
 
     lookahead: list[int]
     reads: list[bool]
     num_waiting: int = 0
     paths: int = 0
+    rows: int = 0
 
 
-class PlanPolicy(Protocol):
-    """Optional policy for drafts that are more than chains."""
-
-    @property
-    def race_chances(self) -> Callable[..., Any]:
-        """Function that values the tokens of sampled drafts, for rounds of such drafts."""
+class PlanPolicy:
+    """Optional policy between the controller and the drafts; this base class changes nothing."""
 
     def observe(self, step: StepView) -> int:
-        """Learn from a step. Return the context tokens that its drafts made the target read."""
+        """Learn from a step, before the next one is planned.
 
-    def begin(self, step: StepView) -> None:
-        """Prepare for the plan and the drafts of a step."""
+        Return the number of context tokens that the target read again for its drafts.
+        """
+        return 0
 
-    def plan(self, plan: LookaheadPlan) -> tuple[int, int]:
-        """Return `StepPlan.paths`, and the target's rows for the longest draft; 0 for chains."""
+    def plan(self, plan: StepPlan, chosen: LookaheadPlan) -> StepPlan:
+        """Return the plan, changed. `chosen` is the controller's; `reads` is filled in later."""
+        return plan
 
     def drafted(self, timing: DraftTiming) -> None:
         """Learn from a round's timing."""
 
     def trim(self, drafts: Sequence[Draft], control: "LookaheadControl") -> list[Draft]:
-        """Do what `LookaheadControl.trim` does. It trims chains with `control.trim_chains`."""
+        """Return the drafts without the tokens that are not worth verifying."""
+        return control.trim_chains(drafts)
 
 
 class LookaheadControl:
@@ -72,7 +73,7 @@ class LookaheadControl:
     Args:
         controller: May be replaced between steps.
         can_stop_early: True if the controller is consulted between drafter steps.
-        policy: None if all drafts are chains.
+        policy: At most one; None without optional features.
 
     Attributes:
         requested_length: Draft length of the next scheduled steps, one of `StepView.buckets`.
@@ -90,7 +91,7 @@ class LookaheadControl:
         self.controller, self.can_stop_early = controller, can_stop_early
         self.current, self.waiting = LookaheadPlan(()), WaitingPlan()
         self.pending = PendingDrafts()
-        self._policy = policy
+        self._policy = policy or PlanPolicy()
         self._usual: int | None = None  # longest draft of the controller's newest plan
         self._notes: list[Callable[[], None]] = []  # not learned yet
         self._own: dict[str, int] = {}  # lookaheads that requests of this step set
@@ -110,7 +111,7 @@ class LookaheadControl:
             verified, accepted = draft.accepted(request)
             found = verified, accepted, draft.confidences, draft.wanted, draft.random
             self._notes.append(partial(controller.observe_acceptance, *found))
-        again = 0 if self._policy is None else self._policy.observe(step)
+        again = self._policy.observe(step)
         timed = step.target_seconds if step.decodes_only else None
         if timed is not None:
             took = len(step.requests), step.num_rows, timed, again
@@ -131,26 +132,24 @@ class LookaheadControl:
         """Choose draft lengths. `unread` counts the context tokens that are not read yet."""
         limits, self._own, num_waiting = request_limits(step, unread)
         self._stopped = False
-        if self._policy is not None:
-            self._policy.begin(step)
         self.current = self.waiting.take(step, limits) or self._planned(step, limits, unread)
         self._say(len(limits))
         lookahead = list(self.current.lookahead)
         for req_id, asked in self._own.items():
             lookahead[step.index_of[req_id]] = asked
-        paths, rows = (0, 0) if self._policy is None else self._policy.plan(self.current)
+        plan = self._policy.plan(StepPlan(lookahead, [], num_waiting), self.current)
         if step.buckets:
-            lookahead = self._within(step, lookahead, rows)
+            plan = plan._replace(lookahead=self._within(step, plan))
         # If others are drafted for, short contexts are read, too. A long one is read only if the
         # request is drafted for, because the device would read it in the target's time.
         beside = not self.current.probe and any(self.current.lookahead)
         reads = [
             wanted > 0 or (beside and limit > 0 and left <= LONG_PREFILL)
-            for wanted, limit, left in zip(lookahead, limits, unread, strict=True)
+            for wanted, limit, left in zip(plan.lookahead, limits, unread, strict=True)
         ]
         ask = any(request.params.lookahead for request in step.requests)
-        self._nobody = not any(lookahead) and not ask
-        return StepPlan(lookahead, reads, num_waiting, paths)
+        self._nobody = not any(plan.lookahead) and not ask
+        return plan._replace(reads=reads)
 
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]
@@ -160,12 +159,13 @@ class LookaheadControl:
             self._usual = max(plan.lookahead)
         return plan
 
-    def _within(self, step: StepView, lookahead: list[int], rows: int) -> list[int]:
-        """Limit the plan to this step's draft length, and request the rest for later steps.
+    def _within(self, step: StepView, plan: StepPlan) -> list[int]:
+        """Limit draft lengths to this step's, and request the rest for later steps.
 
         A requested length takes some steps to arrive. So the usual length is requested in advance
-        if requests will be drafted for soon, after their first token. `rows` is that of a policy.
+        if requests will be drafted for soon, after their first token.
         """
+        lookahead = plan.lookahead
         if not step.lookahead and any(self.current.lookahead):
             self.waiting.keep(step.index_of, self.current)
         longest = max([self.waiting.longest, *lookahead])
@@ -173,7 +173,7 @@ class LookaheadControl:
         if soon and not self.controller.off:
             longest = max(longest, step.buckets[-1] if self._usual is None else self._usual)
         if longest:
-            longest = max(longest, min(rows, step.buckets[-1]))
+            longest = max(longest, min(plan.rows, step.buckets[-1]))
         if longest or any(step.going_on):  # otherwise no request can need it
             self.requested_length = next(bucket for bucket in step.buckets if bucket >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self.current.lookahead)
@@ -196,14 +196,8 @@ class LookaheadControl:
         self._stopped = not any(worth[self._index_of[req_id]] for req_id in confidences)
         return not self._stopped
 
-    @property
-    def race_chances(self) -> Callable[..., Any]:
-        assert self._policy is not None
-        return self._policy.race_chances
-
     def drafted(self, timing: DraftTiming, drafts: Sequence[Draft]) -> None:
-        if self._policy is not None:
-            self._policy.drafted(timing)
+        self._policy.drafted(timing)
         self.note_timing(timing, max((len(draft.tokens) for draft in drafts), default=0))
 
     def note_timing(self, timing: DraftTiming, longest: int) -> None:
@@ -224,12 +218,10 @@ class LookaheadControl:
 
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
         """Cut from the drafts what is not worth verifying."""
-        if self._policy is not None:
-            return self._policy.trim(drafts, self)
-        return self.trim_chains(drafts)
+        return self._policy.trim(drafts, self)
 
     def trim_chains(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """`trim` for chains. Requests with their own lookahead keep their drafts."""
+        """Trim chains by the controller. Requests with their own lookahead keep their drafts."""
         judged = {
             draft.req_id: draft.confidences
             for draft in drafts

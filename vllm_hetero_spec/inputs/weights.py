@@ -52,7 +52,7 @@ def missing_weights(name: str) -> str:
     """Return a clause that explains why a model's weights cannot be read here, or ""."""
     folder = local_folder(name)
     if folder is not None:
-        used = sorted(folder.glob("*.safetensors"))
+        listed = set[str]()
         for index in folder.glob("*.safetensors.index.json"):
             try:
                 files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -61,9 +61,11 @@ def missing_weights(name: str) -> str:
             absent = sorted(file for file in files if not (folder / file).is_file())
             if absent:
                 return f"{name} lacks {absent[0]}"
-            used = [folder / file for file in sorted(files)]  # other files are not loaded
+            listed |= files
+        # Without an index, all files are loaded.
+        used = [folder / file for file in listed] or list(folder.glob("*.safetensors"))
         try:
-            for file in used:
+            for file in sorted(used):
                 tensors_of(file)
         except ConfigError as error:
             return first_line(error)
@@ -135,8 +137,8 @@ def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Weights are missing in a folder, or cannot be downloaded.
     """
-    elsewhere = "VLLM_USE_MODELSCOPE" in os.environ or _ELSEWHERE & engine.keys()
-    if elsewhere or "://" in name:
+    given = {key for key, value in engine.items() if value is not None}
+    if "VLLM_USE_MODELSCOPE" in os.environ or _ELSEWHERE & given or "://" in name:
         return
     reason = missing_weights(name)
     if not reason:

@@ -186,7 +186,7 @@ class TextContext:
         becomes one token, after which the drafter expects more white space. If the target has split
         a run that it could write as one token, the run is complete.
         """
-        if not tail_ids or not self._tail[-1].isspace():
+        if not tail_ids or not self._tail[-1].isspace() or self.target_ids[-1] == UNKNOWN_ID:
             return tail_ids
         ours = self._drafter.token_bytes[tail_ids[-1]]
         theirs = self._target.token_bytes[self.target_ids[-1]]

@@ -101,7 +101,7 @@ def _load(
     from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
     from vllm_hetero_spec.engine.drafter.recording import Recording
-    from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+    from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
     from vllm_hetero_spec.engine.seam.drafter_config import (
         drafter_vllm_config,
         drafting_mode,

@@ -24,7 +24,7 @@ from vllm_hetero_spec.draft.methods import SLEM
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.engine.drafter.method import sampling_of
-from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
+from vllm_hetero_spec.engine.drafter.round import SampledDraft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions

@@ -3,19 +3,18 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
-from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 
 
 class RoundExtension:
     """Optional behavior of drafting rounds; this base class changes nothing.
 
     `DraftBatchRunner` calls `steps`, `admit` and `complete`, and `Drafter` the other methods. An
-    extension keeps its data of a round itself, by request id.
+    extension keeps its data of a round itself.
 
     Attributes:
         completed: Number of drafts that `complete` has changed so far.
@@ -30,7 +29,7 @@ class RoundExtension:
         return steps
 
     def admit(self, rows: Sequence[DraftRow]) -> None:
-        """Reserve KV blocks for a new round. `collect` releases them."""
+        """Prepare the rows of a new round, and reserve KV blocks. `collect` releases them."""
 
     def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
         """Return the indices of the rows that `after_prefill` drafts. The steps leave them out."""
@@ -40,15 +39,27 @@ class RoundExtension:
         """Return the forks of the rows that draft step by step, sorted by row."""
         return ()
 
-    def after_prefill(self, current: Round, logits: torch.Tensor) -> None:
-        """Called after the first tokens were picked from logits [n, V_D]."""
+    def back(self, rows: Sequence[DraftRow]) -> bool:
+        """Begin a round. Return True to get `CaughtUp.last`, which not all drafters can compute."""
+        return False
+
+    def before_picking(self, current: Round, behind: CaughtUp) -> None:
+        """Called before sampled and penalized rows pick their first tokens."""
+
+    def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
+        """Called after the first tokens were picked. Return True to take the steps in `finish`."""
+        return False
 
     def after_step(self, current: Round, number: int) -> None:
         """Called in a round with forks after each step has picked its tokens; 0 is catch-up."""
 
+    def restarts(self, current: Round) -> bool:
+        """Called in `finish`. Return True to take the steps (again), after other first tokens."""
+        return False
+
     def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
         """Change the results of a finished round, in the order of its rows, in place."""
 
-    def complete(self, drafts: list[Draft], control: Control | None) -> list[Draft]:
+    def complete(self, drafts: list[Draft]) -> list[Draft]:
         """Return the drafts of a batch, in target tokens, changed."""
         return drafts

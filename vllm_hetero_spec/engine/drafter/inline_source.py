@@ -11,15 +11,15 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import most_rows
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
-from vllm_hetero_spec.engine.drafter.recording import Recording
+from vllm_hetero_spec.engine.drafter.recording import Recording, idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.tasks import Control, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig
+from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
+from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.drafter_config import (
     drafter_vllm_config,
@@ -28,7 +28,6 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
 )
 from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
-from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.slrs.slrs import SlrsMethod
 
@@ -88,7 +87,7 @@ class InlineSource:
             sampling=sampling,
             confidences=options.controller != "fixed",
             beside=_BESIDE if options.tree_nodes else 0,
-            token_healing=pair.token_healing,
+            back=pair.token_healing,
         )
         lookahead = options.num_speculative_tokens
         self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
@@ -103,11 +102,10 @@ class InlineSource:
         self._recording = Recording(self.drafter, mode, measured=measured, later=later)
         self.pool = KVPool(model.num_blocks, model.block_size, model.clean_blocks)
         budget = scheduler.max_num_batched_tokens
+        self._healing = TokenHealing(self.drafter, pair.bridge)
+        self.drafter.extensions.append(self._healing)
         if isinstance(sampling, SlrsMethod):
             self.drafter.extensions.append(SlrsSpans(self.drafter, self.pool, sampling, budget))
-        if options.tree_nodes:
-            trees = TreeBranches(self.drafter, self.pool, pair.bridge, stats)
-            self.drafter.extensions.append(trees)
         self.rounds = DraftBatchRunner(pair.bridge, self.drafter, self.pool, stats, budget)
         with self._alone:
             self._recording.read_most(budget, scheduler.max_num_seqs)
@@ -158,4 +156,4 @@ class InlineSource:
         stats.forwards = self.drafter.forwards
         stats.graph_forwards = self.drafter.replays
         stats.restarted_rounds = self.drafter.restarted_rounds
-        stats.shortened_drafts = self.drafter.shortened_drafts
+        stats.shortened_drafts = self._healing.shortened_drafts

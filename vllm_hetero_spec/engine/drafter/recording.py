@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record the drafter's CUDA graphs, after the target's.
+"""Forwards of a drafter that belong to no request, and the recording of its CUDA graphs.
+
+Idle forwards are for timing, warm-up and compilation. They have the shapes of a round's forwards,
+and run on the padding block.
 
 vLLM measures the memory for the target's KV before graphs are recorded. During that measurement
 this module reserves the memory of the drafter's graphs. It releases the reservation just before it
@@ -9,14 +12,15 @@ records them.
 import gc
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from vllm.config.compilation import CompilationMode
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.graphs import CudaGraphs
-from vllm_hetero_spec.engine.drafter.idle_forwards import idle_prefill
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.recorded_steps import Work
+from vllm_hetero_spec.engine.drafter.steps import read_texts
 from vllm_hetero_spec.engine.seam.drafter_config import READ_WIDTH, DraftingMode
 from vllm_hetero_spec.errors import ConfigError, one_line
 
@@ -27,6 +31,62 @@ logger = logging.getLogger("vllm.hetero_spec")
 _BYTES = 256 << 20
 # copies of the largest shape's logits: output, kept, those of the last token, and for their top-k.
 _LOGITS = 4
+# runs before a recording; they compile kernels, and libraries allocate their workspace.
+_WARM_UPS = 2
+
+
+@torch.inference_mode()
+def idle_step(drafter: Drafter, batch: int) -> None:
+    """Queue one decode step of a batch size."""
+    planner, steps = drafter.planner, drafter.steps
+    nowhere, shape = planner.nowhere([1] * batch), steps.shape(batch, 1, 1)
+    steps.begin(planner.plan(nowhere, [[0]] * batch, [1] * batch, *shape))
+
+
+@torch.inference_mode()
+def idle_prefill(drafter: Drafter, tokens: int) -> None:
+    """Queue a prefill of this many tokens as in a round."""
+    planner, steps, longest = drafter.planner, drafter.steps, drafter.max_length
+    lengths = [min(longest, tokens - at) for at in range(0, tokens, longest)]
+    nowhere, texts = planner.nowhere(lengths), [[0] * length for length in lengths]
+    left = read_texts(nowhere, texts, steps, planner, nullcontext())
+    shape = steps.shape(len(left), max(map(len, left)), min(lengths))
+    steps.begin(planner.plan(nowhere, left, [1] * len(left), *shape))
+
+
+class CudaGraphs:
+    """CUDA graphs of one drafter, in a pool of their own: vLLM may discard the target's graphs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def rehearse(self, work: Work) -> None:
+        """Run `work` on the recording stream, and wait for it.
+
+        Kernels may allocate workspace per stream, and vLLM locks the workspace after warm-up.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        self._stream.synchronize()
+
+    def capture(self, work: Work) -> Work:
+        """Record on a separate stream. Replays run on the current stream."""
+        for _ in range(_WARM_UPS):
+            self.rehearse(work)
+        graph = torch.cuda.CUDAGraph()
+        with (  # the first restores the current stream if a capture fails
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
+        ):
+            work()
+
+        def replay() -> None:
+            graph.replay()
+
+        replay.work = work  # type: ignore[attr-defined] # its tensors must outlive the recording
+        return replay
 
 
 class Recording:

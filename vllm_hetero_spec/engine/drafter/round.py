@@ -1,41 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a drafting round between `Drafter.begin` and `Drafter.finish`."""
+"""A drafting round between `Drafter.begin` and `Drafter.finish`, and its results."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
-from vllm_hetero_spec.engine.drafter.sampled_drafts import SampledDraft
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
-from vllm_hetero_spec.engine.drafter.token_choice import RowPickers
-from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens, RowPickers
 from vllm_hetero_spec.staging import Fetched
 
 
-class Candidates(NamedTuple):
-    """Candidates for the first tokens of n requests, in transfer to the host.
+class SampledDraft(NamedTuple):
+    """The sampled drafter tokens of one request.
 
-    Attributes:
-        fetched: int32 [n, c] next ids, best first. With `CaughtUp.last`, then the 32 best ids at
-            the position of the last token, and the bits of their float32 logits.
-        num_next: c.
+    `rows` has the row of `draft_probs` that each token was sampled from; -1 if it was certain. It
+    may be longer than `ids`.
     """
 
-    fetched: Fetched
-    num_next: int
+    ids: Sequence[int]
+    rows: Sequence[int]
+    confidences: Sequence[float]
 
+    def draft(
+        self,
+        task: DraftTask,
+        sampling: SampledMethod,
+        ends: Collection[int],
+        probs: torch.Tensor,
+        stand_ins: np.ndarray | None,
+    ) -> Draft:
+        """Return the draft in target tokens.
 
-class HealedStart(NamedTuple):
-    """A first token that replaces the drafter's likeliest one; `known` as in `FirstToken`.
-
-    If it replaces the last token, `confidence` is its probability among all candidates that fit.
-    """
-
-    id: int
-    known: int
-    confidence: float
+        Each sampled drafter token spells one sampled target token, and then certain ones. The draft
+        ends at the lookahead, or at a sampled token that ends a draft. It never ends because of the
+        probability of a token. `probs` is float32 [R, V_T], and `stand_ins` is int64 [R].
+        """
+        proposal: list[int] = []
+        row_of: list[int] = []
+        peaks: list[float] = []
+        for place, (drawn, row) in enumerate(zip(self.ids, self.rows, strict=False)):
+            tokens = sampling.spell(drawn)
+            ended = not len(tokens) or drawn in ends
+            if not len(tokens) and stand_ins is not None:
+                tokens = [int(stand_ins[row])]
+            proposal += tokens
+            row_of += [row, *[-1] * (len(tokens) - 1)][: len(tokens)]
+            if self.confidences:
+                peaks += [self.confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
+            if ended:
+                break
+        return Draft.chain(task.req_id, proposal, peaks, DraftProbs(probs, row_of)).first(
+            task.lookahead
+        )
 
 
 @dataclass
@@ -47,11 +69,7 @@ class Round:
         order: Index of each row in the caller's order.
         taken: Queued steps, catch-up included; 0 if nothing is drafted.
         confidences: Confidences so far by request id, if a controller reads them.
-        candidates: Candidates for the first tokens, in transfer to the host.
-        others: First tokens that are replaced before the steps; None if they are not checked then.
-        cut: Replaced first tokens by row, for drafts that consist of this token only. Their steps
-            followed the drafter's own first token.
-        known: By row, if the draft replaces the last token of its request: the bytes of that token.
+        shortened: Rows whose drafts consist of their first token only.
         picked: All picked tokens, after `drafted`.
     """
 
@@ -61,10 +79,7 @@ class Round:
     own: RowPickers
     taken: int = 0
     confidences: dict[str, list[float]] = field(default_factory=dict)
-    candidates: Candidates | None = None
-    others: dict[int, HealedStart] | None = None
-    cut: dict[int, HealedStart] = field(default_factory=dict)
-    known: dict[int, int] = field(default_factory=dict)
+    shortened: Collection[int] = ()
     fetched: Fetched | None = None
     stand_ins: Fetched | None = None
     picked: PickedTokens | None = None
@@ -92,10 +107,7 @@ class Round:
         for index, (row, ids, peaks, sound) in enumerate(
             zip(self.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
         ):
-            if (other := self.cut.get(index)) is not None:
-                drafted.append(self._first_alone(row, other, peaks, picked, index))
-                continue
-            wanted = min(row.steps, self.taken)
+            wanted = 1 if index in self.shortened else min(row.steps, self.taken)
             count = min(wanted, sound)
             del ids[count:]
             # The last draft token was not fed, so it has no KV.
@@ -104,8 +116,6 @@ class Round:
             if row.task.paths:
                 tokens = tokens._replace(beside=picked.beside(index, count))
             drafted.append(tokens)
-        for index, known in self.known.items():
-            drafted[index] = drafted[index]._replace(known=known)
         if (draws := self.own.draws) is not None and sampling is not None:
             stand_ins = None if self.stand_ins is None else self.stand_ins.wait()
             probs = draws.draft_probs  # shared by all drafts
@@ -117,21 +127,3 @@ class Round:
                 draft = drawn.draft(task, sampling, ends, probs, stand_ins)
                 drafted[index] = tokens._replace(proposal=draft)
         return drafted
-
-    def _first_alone(
-        self,
-        row: DraftRow,
-        other: HealedStart,
-        peaks: Sequence[float],
-        picked: PickedTokens,
-        index: int,
-    ) -> DrafterTokens:
-        """Return a draft of one token. The KV of its later steps belongs to another token."""
-        finite = picked.sound[index] > 0
-        if other.known:
-            row.sequence.kv_ids.pop()
-            peaks = [other.confidence] if peaks else ()
-        tokens = DrafterTokens([other.id][:finite], finite, peaks[:finite], known=other.known)
-        if row.task.paths:
-            tokens = tokens._replace(beside=picked.beside(index, int(finite)))
-        return tokens

@@ -15,6 +15,7 @@ from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.slrs.path import SlrsPath
 from vllm_hetero_spec.slrs.slrs import Slrs, SlrsMethod
@@ -58,10 +59,11 @@ class SlrsSpans(RoundExtension):
     def drafts(self, rows: Sequence[DraftRow]) -> Sequence[int]:
         return [index for index, row in enumerate(rows) if row.steps and _merges(row.task)]
 
-    def after_prefill(self, current: Round, logits: torch.Tensor) -> None:
+    def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
         if rows := [current.rows[index] for index in self.drafts(current.rows)]:  # the last ones
             spans = _SpanRound(rows, self._side_blocks, self._drafter, self._method)
-            self._drafted = spans.run(logits[-len(rows) :])
+            self._drafted = spans.run(behind.logits[-len(rows) :])
+        return False
 
     def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
         if self._drafted:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs and results of a drafting round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +10,6 @@ from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
-from vllm_hetero_spec.text.drafts import FirstToken
 
 
 class DraftTask(NamedTuple):
@@ -40,15 +39,12 @@ class DraftRow(NamedTuple):
         sequence: Its KV. The table must have room for `pending` and `steps` tokens.
         pending: Drafter ids to feed first, at least one.
         steps: Number of drafter tokens to draft; 0 only writes the KV of `pending`.
-        choose: Picks the first token. Its arguments are the likeliest next ids, and the likeliest
-            ids at the position of the last token, or none if unknown. None picks the likeliest id.
     """
 
     task: DraftTask
     sequence: DraftSequence
     pending: Sequence[int]
     steps: int
-    choose: Callable[[Sequence[int], Sequence[int]], FirstToken] | None = None
 
     def greedy(self) -> "DraftRow":
         """Return the row with a greedy draft instead of a sampled one."""

@@ -5,22 +5,28 @@ A first token may not follow the target's last token, or a longer token may repl
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.drafter.round import Candidates, HealedStart, Round
-from vllm_hetero_spec.engine.drafter.round_plan import Planner
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Steps
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow
-from vllm_hetero_spec.staging import Receiver, Send
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.extension import RoundExtension
+from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
+from vllm_hetero_spec.engine.drafter.token_picking import RowPickers
+from vllm_hetero_spec.staging import Fetched, Receiver
+from vllm_hetero_spec.text.bridge import Bridge
+from vllm_hetero_spec.text.drafts import FirstToken
 
 # ids; candidates for the next token, and for the position of the last token. The second number is
 # larger because most ids do not begin with the last token.
 _NEXT, _LAST = 8, 32
 # bytes per request: next ids, ids at the position of the last token, and logits of the latter.
-CANDIDATE_BYTES = 4 * (_NEXT + 2 * _LAST)
+_CANDIDATE_BYTES = 4 * (_NEXT + 2 * _LAST)
 # Estimated share of requests whose first token is replaced. It starts as 5 % of 20 requests, and
 # averages about the last 200 requests.
 _SHARE, _SEEN_FIRST, _SEEN_MOST = 0.05, 20, 200
@@ -34,7 +40,36 @@ _FEW = 2
 _SELDOM, _ROUNDS = 0.01, 16
 
 
-class TokenHealing:
+class Candidates(NamedTuple):
+    """Candidates for the first tokens of n requests, in transfer to the host.
+
+    Attributes:
+        fetched: int32 [n, c] next ids, best first. With `CaughtUp.last`, then the 32 best ids at
+            the position of the last token, and the bits of their float32 logits.
+        num_next: c.
+    """
+
+    fetched: Fetched
+    num_next: int
+
+
+# Chooses the first token of a draft from the likeliest next ids, and from the likeliest ids at the
+# position of the last token. The latter are empty if unknown.
+Choose = Callable[[Sequence[int], Sequence[int]], FirstToken]
+
+
+class HealedStart(NamedTuple):
+    """A first token that replaces the drafter's likeliest one; `known` as in `FirstToken`.
+
+    If it replaces the last token, `confidence` is its probability among all candidates that fit.
+    """
+
+    id: int
+    known: int
+    confidence: float
+
+
+class TokenHealing(RoundExtension):
     """Checks and replaces the first tokens of drafts; the check runs on the host.
 
     On a CPU it precedes the steps. On a device the steps are queued first. If a first token was
@@ -42,12 +77,99 @@ class TokenHealing:
     check precedes the steps if tokens are often replaced. It also does if the round samples or has
     penalties, because its steps cannot be repeated. If sampled drafts may replace the last token,
     it precedes sampling.
+
+    Attributes:
+        shortened_drafts: Drafts that were shortened to a replaced first token.
+        admitted: By request id, for the next round. A round that continues drafts has none.
     """
 
-    def __init__(self, receiver: Receiver, planner: Planner, send: Send) -> None:
-        self._receiver, self._planner, self._send = receiver, planner, send
+    def __init__(self, drafter: Drafter, bridge: Bridge) -> None:
+        self._drafter, self._bridge = drafter, bridge
+        requests = drafter.steps.picked.packet.shape[2]
+        self._receiver = Receiver(drafter.model.device, requests * _CANDIDATE_BYTES)
         self._share, self._seen = _SHARE, _SEEN_FIRST
         self._skipped = 0  # consecutive rounds without a check
+        self.shortened_drafts = 0
+        self.admitted: dict[str, Choose] = {}
+        # Of the present round.
+        self._choose: dict[str, Choose] = {}
+        self._candidates: Candidates | None = None
+        self._early: dict[int, HealedStart] | None = None  # chosen before sampling
+        self._known: dict[int, int] = {}  # leading bytes by row, for tokens that replaced another
+        self._cut: dict[int, HealedStart] = {}  # drafts of this token only
+
+    def admit(self, rows: Sequence[DraftRow]) -> None:
+        bridge, back = self._bridge, self._drafter.rules.back
+        self.admitted = {
+            row.task.req_id: partial(bridge.first_choice, row.task.state.context)
+            for row in rows
+            if not bridge.identity and row.steps and (row.task.draw is None or back)
+        }
+
+    def back(self, rows: Sequence[DraftRow]) -> bool:
+        self._candidates, self._early, self._known, self._cut = None, None, {}, {}
+        self._choose, self.admitted = self.admitted, {}
+        if self._choose and self._drafter.waits and not self.due():
+            self._choose = {}
+        return bool(self._choose)
+
+    def before_picking(self, current: Round, behind: CaughtUp) -> None:
+        """Choose first tokens before sampling, if sampled drafts may replace the last token.
+
+        A draft that does so becomes greedy, because the first bytes of its first token are given.
+        """
+        if behind.last is None or current.own.draws is None or current.plan.forks.size:
+            return
+        rows, active = current.rows, current.plan.active[0]
+        self._early = self.choose(rows, self.fetch(behind, active), drawn=True)
+        given = [index for index, other in self._early.items() if other.known]
+        sampled = any(rows[index].task.draw is not None for index in given)
+        for index in given:
+            rows[index] = rows[index].greedy()
+        if sampled:
+            drafter = self._drafter
+            current.own = RowPickers(rows[:active], drafter.rules, drafter.send, current.plan)
+
+    def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
+        drafter, active = self._drafter, current.plan.active[0]
+        if not self._choose or not active:
+            return False
+        others = self._early
+        if others is None:
+            with drafter.stopwatch:
+                self._candidates = self.fetch(behind, active)
+            often = self.heals_often(active)
+            if drafter.waits and not current.own and not (often and drafter.may_wait):
+                return often  # `restarts` checks them
+            others = self._others(current)
+        self._replace(current, others)
+        return False
+
+    def restarts(self, current: Round) -> bool:
+        if self._candidates is None:
+            return False
+        others = self._others(current)
+        if not current.taken:
+            self._replace(current, others)
+            return True
+        if others and current.plan.active[0] <= _FEW:
+            self._replace(current, others)
+            self._drafter.steps.again()
+            return True
+        self._cut = current.shortened = others
+        self.shortened_drafts += len(others)
+        return False
+
+    def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:
+        for index, known in self._known.items():
+            drafted[index] = drafted[index]._replace(known=known)
+        for index, other in self._cut.items():
+            tokens, peaks = drafted[index], drafted[index].confidences
+            if other.known:
+                current.rows[index].sequence.kv_ids.pop()
+                peaks = [other.confidence] * len(peaks)
+            ids = [other.id] * len(tokens.tokens)  # none if the logits were not finite
+            drafted[index] = tokens._replace(tokens=ids, confidences=peaks, known=other.known)
 
     def due(self) -> bool:
         """Count a round. Return True if its first tokens are to be checked."""
@@ -83,11 +205,12 @@ class TokenHealing:
         for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
             task, own = row.task, ids[:start]
             draws = task.draw is not None
-            if row.choose is None or (draws and not drawn):
+            choose = self._choose.get(task.req_id)
+            if choose is None or (draws and not drawn):
                 continue
             judged += 1
             looked_back = not task.paths and len(row.sequence.kv_ids) > 1
-            first = row.choose(own, ids[start:] if looked_back else ())
+            first = choose(own, ids[start:] if looked_back else ())
             if first.known:
                 among = fetched[index, values:].view(np.float32)[first.among].tolist()
                 share = 1 / sum([math.exp(value - among[0]) for value in among])
@@ -99,63 +222,34 @@ class TokenHealing:
             self._share += (len(found) / judged - self._share) * min(1, judged / self._seen)
         return found
 
-    def before_sampling(self, current: Round, behind: CaughtUp) -> bool:
-        """Choose first tokens before sampling. Return True if a sampled draft became greedy.
-
-        A draft that replaces the last token of its request becomes greedy, because the first bytes
-        of its first token are given.
-        """
-        rows, candidates = current.rows, self.fetch(behind, current.plan.active[0])
-        current.others = self.choose(rows, candidates, drawn=True)
-        given = [index for index, other in current.others.items() if other.known]
-        sampled = any(rows[index].task.draw is not None for index in given)
-        for index in given:
-            rows[index] = rows[index].greedy()
-        return sampled
-
-    def heal(self, current: Round, steps: Steps) -> None:
-        """Replace first tokens before the later steps run."""
-        if current.candidates is not None:
-            current.others = self._others(current)
-        if current.others:
-            self._replace(current, current.others, steps)
-
-    def repeats(self, current: Round, steps: Steps) -> bool:
-        """Check first tokens after the steps. Return True if the steps have to be repeated."""
-        others = {} if current.candidates is None else self._others(current)
-        if others and current.plan.active[0] <= _FEW:
-            self._replace(current, others, steps)
-            steps.again()
-            return True
-        current.cut = others
-        return False
-
     def _others(self, current: Round) -> dict[int, HealedStart]:
         """Return the replaced first tokens by row. Waits for the copy of the candidates."""
-        assert current.candidates is not None
-        candidates, current.candidates = current.candidates, None
+        assert self._candidates is not None
+        candidates, self._candidates = self._candidates, None
         return self.choose(current.rows, candidates)
 
-    def _replace(self, current: Round, others: Mapping[int, HealedStart], steps: Steps) -> None:
+    def _replace(self, current: Round, others: Mapping[int, HealedStart]) -> None:
         """Overwrite picked first tokens on the device; changes the plan and the KV of the rows.
 
         If a token replaces the last one of its request, the later steps move back by one position.
         """
-        picked, plan = steps.picked, current.plan
+        if not others:
+            return
+        drafter, steps, plan = self._drafter, self._drafter.steps, current.plan
         forced = {index: other.id for index, other in others.items()}
         for index, chosen in list(forced.items()):  # forks that still follow the chain
             forced |= {at: chosen for at, step in plan.forks_of(index) if step}
-        current.known = {index: other.known for index, other in others.items() if other.known}
-        moved = list(current.known)
+        self._known = {index: other.known for index, other in others.items() if other.known}
+        moved = list(self._known)
         peaks = np.array([others[index].confidence for index in moved], np.float32)
         lists = [np.array(list(of), np.int64) for of in (forced, forced.values(), moved)]
-        rows, ids, lines, confidences = self._send(*lists, peaks)
-        picked.put(0, rows, ids)
+        rows, ids, lines, confidences = drafter.send(*lists, peaks)
+        steps.picked.put(0, rows, ids)
         if not moved:
             return
-        picked.trust(0, lines, confidences)
+        steps.picked.trust(0, lines, confidences)
         for index in moved:
             current.rows[index].sequence.kv_ids.pop()
         if plan.steps > 1:
-            self._planner.step_back(plan, moved)
+            drafter.planner.step_back(plan, moved)
             steps.moved()

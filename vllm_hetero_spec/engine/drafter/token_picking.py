@@ -1,21 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers of the picked tokens of a round.
+"""Choice of the next token of each row of a round.
 
-Picked tokens stay on the device, because the next step feeds them. The host reads them once, at the
-end of the round.
+Each forward picks the likeliest token of every row (`PickBuffers.best`); with CUDA graphs this is
+part of the graph. `RowPickers` then replaces the tokens of rows with penalties, and of sampled and
+raced rows. Picked tokens stay on the device, because the next step feeds them. The host reads them
+once, at the end of the round (`PickedTokens`).
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.sampling import Arrivals
-from vllm_hetero_spec.engine.drafter.tasks import TopCandidates
+from vllm_hetero_spec.draft.penalties import PenalizedRow, Penalties
+from vllm_hetero_spec.draft.sampling import Arrivals, BatchSampler, SampledMethod
+from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
+from vllm_hetero_spec.engine.drafter.tasks import DraftRow, TopCandidates
 from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.staging import Send
 
 _FIRST_BESIDE = 3  # index of the first top candidate in axis 1 of `PickBuffers.packet`
+
+
+@dataclass(frozen=True)
+class PickConfig:
+    """Rules of token choice for all requests.
+
+    Attributes:
+        vocab_size: Ids of the drafter's tokenizer. Embedding rows beyond are no tokens.
+        banned: int64 ids that are never picked.
+        ends: Ids that end a draft.
+        beside: Number of top candidates per position; 0 if no task has `paths`.
+        back: Allow rounds with `BatchFeed.back`.
+    """
+
+    vocab_size: int
+    banned: torch.Tensor
+    ends: frozenset[int] = frozenset()
+    sampling: SampledMethod | None = None
+    confidences: bool = False
+    beside: int = 0
+    back: bool = False
+
+    def draws(
+        self,
+        rows: Sequence[DraftRow],
+        send: Send,
+        drawn: Sequence[int],
+        forked: Sequence[tuple[int, DraftRow]] = (),
+        *,
+        keep: bool = True,
+    ) -> BatchSampler:
+        """Create the sampler of the rows `drawn` and of their forks.
+
+        Forks are given as (index, row of the request), and sample one token less. If `keep`, there
+        is room for `draft_probs` of all steps.
+        """
+        assert self.sampling is not None
+        each = [rows[index] for index in drawn] + [row for _, row in forked]
+        looks = self.sampling.tokens.renormalise and wide(rows)
+        return BatchSampler(
+            [*drawn, *(place for place, _ in forked)],
+            [draw for row in each if (draw := row.task.draw) is not None],
+            [row.steps if keep else 0 for row in each],
+            self.sampling,
+            send,
+            self.beside if looks else 0,
+        )
+
+    def only_real(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask banned ids in logits [n, V_D] in place; cut columns that are no tokens."""
+        logits = logits[:, : self.vocab_size]
+        return logits.index_fill_(1, self.banned, float("-inf"))
 
 
 class PickBuffers:
@@ -113,6 +171,91 @@ class PickBuffers:
         """Return the confidences of a step. Used on a CPU only; a device would synchronize."""
         peaks: list[float] = self._peaks[step, :count].tolist()
         return peaks
+
+
+class RowPickers:
+    """Picks tokens for the rows of a round that are sampled or have penalties.
+
+    Greedy rows keep the likeliest token, which a forward with CUDA graphs has already picked.
+
+    `drawn` are the indices of the sampled rows, `forked` those of their forks, and `draws` is the
+    sampler of both.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[DraftRow],
+        rules: PickConfig,
+        send: Send,
+        plan: RoundPlan | None = None,
+    ) -> None:
+        device = rules.banned.device
+        penalised = [
+            PenalizedRow(index, penalty, row.task.state.count_tokens(rules.vocab_size, device))
+            for index, row in enumerate(rows)
+            if row.steps and (penalty := row.task.penalty) is not None
+        ]
+        self._steps = [row.steps for row in rows]
+        self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
+        forked = []
+        if plan is not None and self.drawn:
+            owners = enumerate(plan.forks[0].tolist(), plan.count)
+            forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
+        self.forked = [at for at, _ in forked]
+        self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
+        self._penalties: Penalties | None = None
+        if penalised:
+            self._penalties = Penalties(penalised, send)
+            self._own = PickBuffers(
+                1, len(penalised), device, confidences=rules.confidences, beside=rules.beside
+            )
+
+    def __bool__(self) -> bool:
+        return self.draws is not None or self._penalties is not None
+
+    def pick(self, logits: torch.Tensor, picked: PickBuffers, step: int) -> None:
+        """Replace the picked tokens of the rows that are sampled or have penalties.
+
+        The logits [n, V_D] of the first n rows are changed in place. Step 0 is catch-up. Later
+        steps count the tokens of the step before for penalties.
+        """
+        count = len(logits)
+        if self._penalties is not None and (index := self._penalties.first(count)).numel():
+            if step:
+                self._penalties.add(picked.ids(step - 1, count))
+            rows = self._penalties.apply(logits)
+            self._own.wide = picked.wide
+            self._own.best(rows, 0)
+            picked.overrule(step, index, self._own, len(rows))
+        if self.draws is not None and (drawn := self._num_drawn(step)):
+            index = self.draws.index[:drawn]
+            picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
+            if self.draws.arrivals is not None:
+                picked.arrived(step, index, self.draws.arrivals)
+
+    def row_of(self, steps: int) -> dict[int, list[int]]:
+        """Return the `draft_probs` rows of each sampled request, one for each step."""
+        row_of: dict[int, list[int]] = {index: [] for index in self.drawn}
+        position = 0
+        for step in range(steps):
+            for place, index in enumerate(self.drawn[: self._num_drawn(step)]):
+                row_of[index].append(position + place)
+            position += self._num_drawn(step)
+        return row_of
+
+    def _num_drawn(self, step: int) -> int:
+        """Return the number of sampled rows in a step, forks included.
+
+        Requests with more steps come first. Sampled forks exist only if all sampled requests have
+        equal steps.
+        """
+        requests = sum(self._steps[index] > step for index in self.drawn)
+        return requests + len(self.forked) * (step > 0 and requests > 0)
+
+
+def wide(rows: Sequence[DraftRow]) -> bool:
+    """Return True if a round keeps top candidates for some of its tasks."""
+    return any(row.task.paths for row in rows)
 
 
 class PickedTokens:

@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask, DraftTiming
-from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, PlanPolicy, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
@@ -51,8 +51,8 @@ class _PendingTree(NamedTuple):
     chain: Sequence[int] = ()
 
 
-class TreePolicy:
-    """The trees of one engine; a `PlanPolicy`.
+class TreePolicy(PlanPolicy):
+    """The trees of one engine.
 
     Args:
         branches: Statistics for the controller; None if it does not use them.
@@ -107,22 +107,21 @@ class TreePolicy:
         for chances, of_kind in zip(kinds, tested, strict=True):
             if of_kind:
                 _learn(chances, of_kind)
-        return again
-
-    def begin(self, step: StepView) -> None:
         self._room, self._valued = step.trees, {}
         self._requests = {request.req_id: request for request in step.requests}
         if self._branches is not None:
             self._branches.room = self._has_room
+        return again
 
     @property
     def _has_room(self) -> bool:
         return self._room is not None and self._room.branches > 0
 
-    def plan(self, plan: LookaheadPlan) -> tuple[int, int]:
-        self._only_looks = plan.probe or plan.trees.looks  # chains cost less
-        paths = plan.trees.paths if self._has_room else 0
-        return paths, self.rows if paths and not self._only_looks else 0
+    def plan(self, plan: StepPlan, chosen: LookaheadPlan) -> StepPlan:
+        self._only_looks = chosen.probe or chosen.trees.looks  # chains cost less
+        paths = chosen.trees.paths if self._has_room else 0
+        rows = self.rows if paths and not self._only_looks else 0
+        return plan._replace(paths=paths, rows=rows)
 
     def paths_of(self, task: DraftTask, planned: int) -> int:
         """Return the drafter paths of a request's tree. Count why it is a chain if it is one."""

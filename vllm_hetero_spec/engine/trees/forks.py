@@ -11,7 +11,6 @@ that feed the best nodes in every step.
 
 import time
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
@@ -20,7 +19,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
-from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow, TopCandidates
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, TopCandidates
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.trees.drafts import BranchTokens, DrafterBranch, TreeDrafts
 from vllm_hetero_spec.text.bridge import Bridge
@@ -33,18 +32,23 @@ _FED = TopCandidates._fields.index("fed")
 _Fork = tuple[DraftSequence, int, int, tuple[int, int] | None]  # a `Fork` without its row
 
 
-class TreeControl(Protocol):
-    """A `Control` for rounds with raced trees; `race_chances` values their tokens."""
-
-    @property
-    def race_chances(self) -> Chances: ...
-
-
 class TreeBranches(RoundExtension):
-    """Drafts the forks of each round, and adds their tokens to the drafts."""
+    """Drafts the forks of each round, and adds their tokens to the drafts.
 
-    def __init__(self, drafter: Drafter, pool: KVPool, bridge: Bridge, stats: DraftStats) -> None:
+    Args:
+        chances: Values the tokens of raced trees.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        pool: KVPool,
+        bridge: Bridge,
+        stats: DraftStats,
+        chances: Chances,
+    ) -> None:
         self._drafter, self._pool, self._stats = drafter, pool, stats
+        self._chances = chances
         self._trees = TreeDrafts(bridge, drafter.rules.sampling, stats)
         self._forks: dict[str, list[_Fork]] = {}  # by request, for the next `forks`
         self._lent: list[DraftSequence] = []
@@ -107,7 +111,7 @@ class TreeBranches(RoundExtension):
                 found = self._found[row.task.state.req_id] = BranchTokens(row.task)
             found.chain += tokens.tokens
             found.beside.append(tokens.beside)
-            if current.plan.forks.size and index not in current.cut:
+            if current.plan.forks.size and index not in current.shortened:
                 found.forks = _branches(current, index)
                 own = [len(branch.tokens) - branch.leaves for branch in found.forks]
                 self._stats.drafter_tokens += sum(own)
@@ -115,7 +119,7 @@ class TreeBranches(RoundExtension):
             self._pool.close(sequence.table)
         self._lent = []
 
-    def complete(self, drafts: list[Draft], control: Control | None) -> list[Draft]:
+    def complete(self, drafts: list[Draft]) -> list[Draft]:
         if not self._found:
             return drafts
         began, drafts, greedy = time.perf_counter(), list(drafts), list[int]()
@@ -125,9 +129,8 @@ class TreeBranches(RoundExtension):
                 continue
             if draft.draft_probs is None:
                 greedy.append(place)
-            elif control is not None:
-                chances = cast(TreeControl, control).race_chances
-                drafts[place] = self._trees.raced(found, draft, chances)
+            else:
+                drafts[place] = self._trees.raced(found, draft, self._chances)
                 self.completed += 1
         if greedy:
             followed = [self._found[drafts[place].req_id] for place in greedy]

@@ -3,14 +3,13 @@
 
 import logging
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_tp_group
 
-if TYPE_CHECKING:
-    from vllm_hetero_spec.engine.trees.branches import BranchSequences
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -22,7 +21,7 @@ GRAPHS_V1 = (CUDAGraphMode.PIECEWISE,)
 GRAPHS_V2 = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
-def agree(runner: Any, branches: "BranchSequences", graphs: Collection[CUDAGraphMode]) -> bool:
+def agree(runner: Any, branches: TreeAdapter, graphs: Collection[CUDAGraphMode]) -> bool:
     """Return True if drafts may be trees on all ranks; otherwise log the reason.
 
     Every rank of the target must call it.
@@ -51,7 +50,7 @@ def _on_every_rank(supported: bool) -> bool:
     return bool(votes[0])
 
 
-def _why_not(runner: Any, branches: "BranchSequences") -> str:
+def _why_not(runner: Any, branches: TreeAdapter) -> str:
     """Return why drafts cannot be trees on this rank; empty if they can."""
     backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
     if untested := sorted(backends.difference(BACKENDS)):

@@ -15,8 +15,7 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_choice import PickConfig, RowPickers
-from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers
 from vllm_hetero_spec.text.context import IdentityContext
 
 CPU = torch.device("cpu")
@@ -84,7 +83,6 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
             logits = rules.only_real(torch.rand(count, SIZE + 10))
             picked.best(logits, step)
             own.pick(logits, picked, step)
-            own.feed(picked.ids(step, count))
         assert own.draws is not None
         drawn = sum(row.steps for row in rows if row.task.draw is not None)
         assert own.draws.draft_probs.shape == (drawn, WIDTH)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code that runs in a step of the default configuration, on Model Runner V2.
+
+A chain is drafted in the engine's process, with the defaults of all options. The functions that run
+are what a reader of the default path has to read. `test_fast_children.py` runs this in a child.
+"""
+
+import inspect
+import sys
+from collections import defaultdict
+from pathlib import Path
+from types import CodeType, FrameType
+
+import pytest
+from harness import engine
+from test_structure import ROOMS, named
+
+import vllm_hetero_spec
+
+PACKAGE = Path(vllm_hetero_spec.__file__).parent
+# At most; a file counts from `FEW` lines on. Timings decide which functions of the controller run.
+LINES, FILES = 5200, 52
+FEW = 20  # lines; a file with fewer contributes a property or a small helper
+# Files of each part of a round. If one did not run, nothing was drafted or verified.
+PARTS = ("drafter/decode_loop", "drafter/draft_batch", "verifier/verdict", "seam/runner_v2")
+
+Lines = dict[str, set[int]]
+
+
+@pytest.fixture(scope="module")
+def ran(demo_pair: Path, code_prompts: list[str]) -> Lines:
+    """Line numbers of the functions that ran, by file, without start-up."""
+    from vllm import SamplingParams
+
+    found: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            found.add(frame.f_code)
+
+    spec = {"method": "hetero", "model": str(demo_pair / "drafter"), "num_speculative_tokens": 4}
+    with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
+        sys.setprofile(note)
+        try:
+            parameters = [SamplingParams(temperature=heat, max_tokens=32) for heat in (0, 1)]
+            llm.generate(code_prompts[:8], parameters * 4, use_tqdm=False)
+        finally:
+            sys.setprofile(None)
+    lines: Lines = defaultdict(set)
+    for code in found:
+        if not code.co_name.startswith("<"):  # a part of another function
+            source, first = inspect.getsourcelines(code)
+            lines[named(Path(code.co_filename))].update(range(first, first + len(source)))
+    return lines
+
+
+def test_the_default_path_is_short(ran: Lines) -> None:
+    assert all(f"engine/{part}.py" in ran for part in PARTS)
+    print(*sorted(f"{file} {len(lines)}" for file, lines in ran.items()), sep="\n")
+    assert sum(map(len, ran.values())) <= LINES
+    assert sum(len(lines) >= FEW for lines in ran.values()) <= FILES
+
+
+def test_no_optional_feature_runs(ran: Lines) -> None:
+    rooms = tuple(f"{room.replace('.', '/')}/" for room in ROOMS)
+    assert not [file for file in ran if file.startswith(rooms)]
