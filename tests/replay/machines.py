@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines of the replay: a recorded CPU, and a CPU and two GPUs by a cost model.
 
+The costs of `cpu` were recorded while other programs used its cores. Its steps are slow and its
+noise is large, so it stands for a busy machine.
+
 The GPUs run a pair of 8B and 0.5B parameters in bfloat16, with full CUDA graphs. The constants were
 measured on one H200; an H100 differs by its bandwidth.
 """
