@@ -72,7 +72,7 @@ class World:
         assert self.pool.grow(state.sequence.table, len(text) + steps)
         state.num_kv_valid = len(text)
         if choose is not None:
-            self.healing.admitted[name] = choose
+            self.healing.choosers[name] = choose
         return DraftRow(DraftTask(state, LOOKAHEAD), state.sequence, pending, steps)
 
     def close(self, name: str) -> None:

@@ -122,7 +122,7 @@ class World:
         def begun(rows: Sequence[DraftRow], control: Any = None) -> None:
             before = [[*row.sequence.kv_ids, *row.pending] for row in rows]
             self.run.append((rows, before))
-            self.may_heal = set(self.healing.admitted)
+            self.may_heal = set(self.healing.choosers)
             begin(rows, control)
 
         def finished() -> list[DrafterTokens]:

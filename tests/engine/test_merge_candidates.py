@@ -99,7 +99,8 @@ def test_without_room_drafts_look_behind_one(demo_pair: Path, code_prompts: list
     )
     with engine(demo_pair / "target", spec, max_num_seqs=4) as llm:
         source = proposer_of(llm).drafting.source
-        pool, (spans,) = source.pool, source.drafter.extensions
+        pool, extensions = source.pool, source.drafter.extensions
+        (spans,) = (of for of in extensions if isinstance(of, SlrsSpans))
         admit, lent = spans.admit, []
 
         def counted(rows: list) -> None:

@@ -139,6 +139,7 @@ class InlineSource:
 
     def reset(self) -> None:
         self.pool.reset()
+        self._healing.choosers = {}
 
     def sleep(self, level: int) -> None:
         """Do nothing: vLLM's allocator keeps the drafter's weights at every sleep level."""

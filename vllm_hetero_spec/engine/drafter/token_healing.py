@@ -80,7 +80,7 @@ class TokenHealing(RoundExtension):
 
     Attributes:
         shortened_drafts: Drafts that were shortened to a replaced first token.
-        admitted: By request id, for the next round. A round that continues drafts has none.
+        choosers: By request id, of the present round. A round that continues drafts has none.
     """
 
     def __init__(self, drafter: Drafter, bridge: Bridge) -> None:
@@ -90,9 +90,8 @@ class TokenHealing(RoundExtension):
         self._share, self._seen = _SHARE, _SEEN_FIRST
         self._skipped = 0  # consecutive rounds without a check
         self.shortened_drafts = 0
-        self.admitted: dict[str, Choose] = {}
         # Of the present round.
-        self._choose: dict[str, Choose] = {}
+        self.choosers: dict[str, Choose] = {}
         self._candidates: Candidates | None = None
         self._early: dict[int, HealedStart] | None = None  # chosen before sampling
         self._known: dict[int, int] = {}  # leading bytes by row, for tokens that replaced another
@@ -100,7 +99,7 @@ class TokenHealing(RoundExtension):
 
     def admit(self, rows: Sequence[DraftRow]) -> None:
         bridge, back = self._bridge, self._drafter.rules.back
-        self.admitted = {
+        self.choosers = {
             row.task.req_id: partial(bridge.first_choice, row.task.state.context)
             for row in rows
             if not bridge.identity and row.steps and (row.task.draw is None or back)
@@ -108,10 +107,9 @@ class TokenHealing(RoundExtension):
 
     def back(self, rows: Sequence[DraftRow]) -> bool:
         self._candidates, self._early, self._known, self._cut = None, None, {}, {}
-        self._choose, self.admitted = self.admitted, {}
-        if self._choose and self._drafter.waits and not self.due():
-            self._choose = {}
-        return bool(self._choose)
+        if self.choosers and self._drafter.waits and not self.due():
+            self.choosers = {}
+        return bool(self.choosers)
 
     def before_picking(self, current: Round, behind: CaughtUp) -> None:
         """Choose first tokens before sampling, if sampled drafts may replace the last token.
@@ -132,7 +130,7 @@ class TokenHealing(RoundExtension):
 
     def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
         drafter, active = self._drafter, current.plan.active[0]
-        if not self._choose or not active:
+        if not self.choosers or not active:
             return False
         others = self._early
         if others is None:
@@ -170,6 +168,7 @@ class TokenHealing(RoundExtension):
                 peaks = [other.confidence] * len(peaks)
             ids = [other.id] * len(tokens.tokens)  # none if the logits were not finite
             drafted[index] = tokens._replace(tokens=ids, confidences=peaks, known=other.known)
+        self.choosers = {}  # contexts of requests that may end now
 
     def due(self) -> bool:
         """Count a round. Return True if its first tokens are to be checked."""
@@ -205,7 +204,7 @@ class TokenHealing(RoundExtension):
         for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
             task, own = row.task, ids[:start]
             draws = task.draw is not None
-            choose = self._choose.get(task.req_id)
+            choose = self.choosers.get(task.req_id)
             if choose is None or (draws and not drawn):
                 continue
             judged += 1
