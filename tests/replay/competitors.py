@@ -18,7 +18,7 @@ from vllm_hetero_spec.lookahead.goodput import Goodput
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine has when it builds a controller.
+    """Inputs from which an engine builds a controller.
 
     Attributes:
         machine: Has `calibration` and `stops_early`. The controller must not read its costs.

@@ -2,6 +2,7 @@
 """The replay bench: its texts, costs and world, and the controller in a few cells."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import bench
 import pytest
@@ -81,14 +82,8 @@ class Watched(Fixed):
     def observe_draft(self, batch: float, steps: float, seconds: float, **more: object) -> None:
         self.calls.append(f"draft {steps:.0f} {more['fed']} {more['longest']}")
 
-    def observe_acceptance(
-        self,
-        verified: int,
-        accepted: int,
-        confidences: Sequence[float] = (),
-        wanted: int = 0,
-        random: bool = False,
-    ) -> None:
+    def observe_acceptance(self, verified: int, accepted: int, *more: Any) -> None:
+        confidences, wanted, _ = more
         self.calls.append(f"accepted {accepted} of {verified}, {len(confidences)}, {wanted}")
 
     def emitted(self, tokens: int, seconds: float) -> None:

@@ -259,7 +259,7 @@ class DraftingRank:
         return control
 
     def _race_chances(self, *children: "np.ndarray") -> "np.ndarray":
-        """`TreePolicy.race_chances` of the present controller."""
+        """Value children of races by the policy of the present controller."""
         assert self._trees is not None
         return self._trees.race_chances(*children)
 

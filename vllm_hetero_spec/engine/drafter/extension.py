@@ -44,17 +44,17 @@ class RoundExtension:
         return False
 
     def before_picking(self, current: Round, behind: CaughtUp) -> None:
-        """Called before sampled and penalized rows pick their first tokens."""
+        """Change the round before its sampled and penalized rows pick their first tokens."""
 
     def after_prefill(self, current: Round, behind: CaughtUp) -> bool:
-        """Called after the first tokens were picked. Return True to take the steps in `finish`."""
+        """Change the picked first tokens. Return True to take the steps in `finish`."""
         return False
 
     def after_step(self, current: Round, number: int) -> None:
-        """Called in a round with forks after each step has picked its tokens; 0 is catch-up."""
+        """Change the picked tokens of a step in a round with forks; step 0 is catch-up."""
 
     def restarts(self, current: Round) -> bool:
-        """Called in `finish`. Return True to take the steps (again), after other first tokens."""
+        """Return True if `finish` has to take the steps, for the first time or once more."""
         return False
 
     def collect(self, current: Round, drafted: list[DrafterTokens]) -> None:

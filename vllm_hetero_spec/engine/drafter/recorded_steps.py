@@ -48,7 +48,7 @@ class StaticTensors:
         fed: int64 [3, tokens], `BatchFeed.tokens` of the catch-up forward.
         step: int64 [1], number of the next step.
         logits: [B, V_D], logits after the last token of each request.
-        last: [B, V_D], logits at the position of that token, for token healing.
+        last: [B, V_D], logits at the position of that token, if rounds have `back`.
         now: Picked tokens of one step, before they are copied to their row of `picked`.
     """
 
