@@ -36,7 +36,7 @@ from world import Outcome, Phase, World
 
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 
-MACHINES = "cpu", "quiet", "h200", "h100", "h200-async"
+MACHINES = "cpu", "h200", "h100", "h200-async"
 BATCHES = 1, 2, 4, 8, 16, 32
 SUBJECTS = {"humaneval": "real", "mt_bench": "real", "demo": "demo"}  # and their recordings
 MIXES = "crowd", "turn", "both", "warm"

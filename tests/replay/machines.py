@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines of the replay: a recorded CPU, and a CPU and two GPUs by a cost model.
-
-The costs of `cpu` were recorded while other programs used its cores. Its steps are slow and its
-noise is large, so it stands for a busy machine.
+"""Machines of the replay: a recorded CPU, and two GPUs by a cost model.
 
 The GPUs run a pair of 8B and 0.5B parameters in bfloat16, with full CUDA graphs. The constants were
 measured on one H200; an H100 differs by its bandwidth.
@@ -17,13 +14,6 @@ from typing import Any
 from recordings import LONGEST, Costs, Recording, line
 
 Seconds = Callable[[float], float]
-
-# Two idle CPU cores with Qwen2.5-Coder-1.5B and SmolLM2-135M in bfloat16, from the time to first
-# token and the tokens per second of section 1 of examples/bench/RESULTS.md.
-_READ, _COMPUTE = 0.077, 0.0028  # seconds of the target for its weights; for a row
-_DRAFT, _DRAFT_ROW = 0.015, 0.0003  # the same of the drafter
-_ROUND, _ROUND_ROW = 0.0015, 0.0008  # seconds of a round beside; of each request
-_CPU_NOISE = 0.04  # assumed
 
 # One H200 and one H100.
 _BANDWIDTH = {"h200": 3.78e12, "h100": 2.6e12}  # bytes per second, from steps of 5.15 and 7.1 ms
@@ -100,31 +90,6 @@ def cpu(recording: Recording, temperature: int) -> Machine:
     )
 
 
-def quiet() -> Machine:
-    """Return a CPU on which nothing else runs."""
-
-    def step(rows: float) -> float:
-        return (_READ**4 + (_COMPUTE * rows) ** 4) ** 0.25 + 0.0002 * rows
-
-    def drafter(batch: float) -> float:
-        return _DRAFT + _DRAFT_ROW * batch
-
-    sizes = 1, 2, 3, 4, 6, 8
-    return Machine(
-        target=lambda batch, rows: step(rows),
-        drafter=drafter,
-        overhead=lambda batch: _ROUND + _ROUND_ROW * batch,
-        steps=(1.0, 1.02),
-        catch_up=_DRAFT_ROW,
-        noise=(_noise(_CPU_NOISE, 1), _noise(_CPU_NOISE, 2)),
-        calibration={
-            "target": [(n, step(n)) for n in sizes],
-            "drafter": [(n, drafter(n)) for n in (*sizes, 12, 16, 24, 32)],
-            "catch_up": _DRAFT_ROW,
-        },
-    )
-
-
 def gpu(name: str, temperature: int, buckets: tuple[int, ...] = ()) -> Machine:
     """Return an H200 or H100. Sampled requests have the costs of greedy ones."""
     bandwidth = _BANDWIDTH[name]
@@ -179,7 +144,5 @@ def named(name: str, recording: Recording, temperature: int) -> Machine:
     """Return a machine of `bench.MACHINES`. `h200-async` pads drafts."""
     if name == "cpu":
         return cpu(recording, temperature)
-    if name == "quiet":
-        return quiet()
     kind, _, padded = name.partition("-")
     return gpu(kind, temperature, (0, LONGEST // 2, LONGEST) if padded else ())

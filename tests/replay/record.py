@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record a real pair on this machine, for `bench.py`. It took 16 minutes on two busy cores.
+"""Record a real pair on this machine, for `bench.py`. Costs take two minutes on two cores.
 
     export PYTHONPATH=.:tests/engine:tests/replay VLLM_CPU_OMP_THREADS_BIND=0-1
     python tests/replay/record.py OUT.json TARGET DRAFTER \
