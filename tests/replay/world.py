@@ -167,7 +167,7 @@ class World:
         controller, requests, machine = self._controller, self.requests, self.machine
         batch = len(requests)
         plain = machine.target(batch, batch)
-        if self._passes(batch):
+        if self._passes(batch) and not began:
             self._last = None
             self._spend(plain, 0)
             for request in requests:
@@ -253,9 +253,9 @@ class World:
         while forwards < steps:
             usual += machine.drafter(active)
             forwards, picked = forwards + 1, picked + active
-            tokens = (
-                longest if forwards == steps else min(longest, int(forwards / machine.steps[1]))
-            )
+            tokens = longest
+            if forwards < steps:  # the last target token may be cut, as at the end of a round
+                tokens = min(longest, max(1, round(forwards / machine.steps[1])))
             for draft, request, wanted in zip(drafts, requests, lookahead, strict=True):
                 draft[:] = request.text.drafts[request.at][: min(tokens, wanted)]
             going = [wanted > tokens for wanted in lookahead]
