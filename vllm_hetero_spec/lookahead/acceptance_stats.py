@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates
-from vllm_hetero_spec.lookahead.guess_hits import GuessHits
-from vllm_hetero_spec.lookahead.late_drafts import LateDrafts
+from vllm_hetero_spec.engine.ahead.guess_hits import GuessHits
+from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
 
 _SURPRISE = 2.7  # standard deviations of accepted tokens: chance exceeds it once in 140 times
 _SLACK = 0.2  # tokens on top, for the first drafts, whose variance is next to none
