@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
 from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -48,7 +49,7 @@ def simulated(
         drafter=[(n, drafter) for n in SIZES],
         catch_up=0.0,
     )
-    controller = Goodput(Estimates.of(costs, LONGEST), clock=lambda: now)
+    controller, drafts = Goodput(Estimates.of(costs, LONGEST), clock=lambda: now), LateDrafts()
     on = waits = tokens = 0
     began = 0.0
     for step in range(steps):
@@ -62,13 +63,15 @@ def simulated(
             there = wanted if chance.random() < hits else 0
             if not there:
                 policy = controller.policy
-                there, _ = (wanted, 0.0) if policy is None else policy.wait([0], wanted, 1.0, 0)
+                there = wanted
+                if policy is not None:
+                    there, _ = drafts.wait(policy, [0], wanted, 1.0, 0)
                 waited = there * drafter
                 waits += there > 0
             rate = accepts if late is None or not waited else late
             accepted = next((n for n in range(there) if chance.random() >= rate), there)
             if waited and controller.policy is not None:
-                controller.policy.came_late(there, accepted, False)
+                drafts.observe(controller.policy, there, accepted, False)
             if there or not plan.probe:
                 controller.observe_acceptance(there, accepted, [0.7] * there, wanted)
             controller.observe_draft(
@@ -125,23 +128,13 @@ def test_a_useless_drafter_ends_at_no_speculation(
     assert seen.gain > 0.98
 
 
-def let_some_be_tried(known: Estimates) -> None:
-    """Record steps without waiting until late drafts are due, that is, treated like others."""
-    while not known.acceptance.late.due:
-        known.acceptance.late.decided(waits=False)
-
-
-def policy_of(
-    drafter: float, row: float = 0.0, rate: float = 40.0, batch: int = 1, begins: bool = False
-) -> StepPolicy:
+def policy_of(drafter: float, row: float = 0.0, rate: float = 40.0, batch: int = 1) -> StepPolicy:
     costs = CostModel(
         target=[(n, TARGET + row * n) for n in SIZES],
         drafter=[(n, drafter * n) for n in SIZES],
         catch_up=0.001,
     )
     known = Estimates.of(costs, LONGEST)
-    if not begins:
-        let_some_be_tried(known)
     return StepPolicy(known, rate, batch, 5 * batch, [False] * batch)
 
 
@@ -150,37 +143,45 @@ def test_nothing_is_waited_for_in_the_beginning() -> None:
 
     Precomputed drafts cost no waiting, so they show the acceptance rate first.
     """
-    policy = policy_of(0.001, begins=True)
-    waits = [policy.wait([0], LONGEST, 1.0, 0)[0] for _ in range(60)]
+    policy, drafts = policy_of(0.001), LateDrafts()
+    waits = [drafts.wait(policy, [0], LONGEST, 1.0, 0)[0] for _ in range(60)]
     assert waits[:8] == [0] * 8
     assert 1 <= waits.count(LONGEST) <= 6
-    policy.came_late(LONGEST, LONGEST, False)  # the first late draft was verified
-    assert [policy.wait([0], LONGEST, 1.0, 0)[0] for _ in range(9)] == [LONGEST] * 9
+    drafts.observe(policy, LONGEST, LONGEST, False)  # the first late draft was verified
+    assert [drafts.wait(policy, [0], LONGEST, 1.0, 0)[0] for _ in range(9)] == [LONGEST] * 9
+
+
+def waited(policy: StepPolicy, each: float = 1.0, unread: int = 0) -> tuple[int, float]:
+    """Return the decision when late drafts are tried, that is, treated like others."""
+    drafts = LateDrafts()
+    for _ in range(16):
+        assert drafts.wait(policy, [0], LONGEST, each, unread) == (0, 0.0)
+    return drafts.wait(policy, [0], LONGEST, each, unread)
 
 
 def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
-    cheap, seconds = policy_of(0.001).wait([0], LONGEST, 1.0, 0)
+    cheap, seconds = waited(policy_of(0.001))
     assert cheap == LONGEST
     # At most the time that the draft gains: 0.7 + 0.7^2 + ... tokens, at 40 tokens per second.
     assert 0.001 * LONGEST < seconds == pytest.approx(1.773 / 40, rel=0.1)
-    some, _ = policy_of(0.011).wait([0], LONGEST, 1.0, 0)
+    some, _ = waited(policy_of(0.011))
     assert 0 < some < LONGEST
-    assert policy_of(0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)
-    assert policy_of(0.011).wait([0], LONGEST, 3.0, 0) == (0, 0.0)  # 3 steps per token
-    assert policy_of(0.001).wait([0], LONGEST, 1.0, 100) == (0, 0.0)  # 100 unread tokens
-    assert policy_of(0.001, rate=4000.0).wait([0], LONGEST, 1.0, 0) == (0, 0.0)
-    assert policy_of(0.001, row=0.05).wait([0], LONGEST, 1.0, 0) == (0, 0.0)  # expensive rows
+    assert waited(policy_of(0.05)) == (0, 0.0)
+    assert waited(policy_of(0.011), each=3.0) == (0, 0.0)
+    assert waited(policy_of(0.001), unread=100) == (0, 0.0)
+    assert waited(policy_of(0.001, rate=4000.0)) == (0, 0.0)
+    assert waited(policy_of(0.001, row=0.05)) == (0, 0.0)  # expensive rows
 
 
 def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
     """Lines share the drafter's forwards, so with more lines each one is shorter."""
 
     def guesses(drafter: float, hits: tuple[int | None, ...] = (), **changes: Any) -> int:
-        policy = policy_of(drafter)
+        drafts = LateDrafts()
         for rank in 30 * hits:
-            policy.looked_up(rank, 8)
+            drafts.hits.observe(rank, 8)
         of: dict[str, Any] = {"drafting": 1, "longest": LONGEST, "each": 1.0, "most": 8} | changes
-        return policy.guesses(*of.values())
+        return drafts.guesses(policy_of(drafter), *of.values())
 
     assert guesses(0.0001) == 8  # all are done in time
     assert guesses(0.0001, most=0) == 0

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_hetero_spec.lookahead.acceptance import Confidence, PositionRates
-from vllm_hetero_spec.engine.ahead.guess_hits import GuessHits
-from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
 
 _SURPRISE = 2.7  # standard deviations of accepted tokens: chance exceeds it once in 140 times
 _SLACK = 0.2  # tokens on top, for the first drafts, whose variance is next to none
@@ -47,8 +45,6 @@ class AcceptanceStats:
     Attributes:
         positions: As given.
         drafts: Number of drafts learnt from.
-        late: Statistics of drafts that the target waited for; not saved.
-        hits: Statistics of precomputed drafts that were used; not saved.
     """
 
     def __init__(self, positions: int) -> None:
@@ -56,7 +52,6 @@ class AcceptanceStats:
         self._kinds = _KindStats(positions), _KindStats(positions)  # greedy, random
         self._observations: tuple[list[Observation], list[Observation]] = [], []
         self.drafts = 0
-        self.late, self.hits = LateDrafts(positions), GuessHits()
 
     def observe(self, draft: Observation, random: bool) -> None:
         """Record a verified draft of a greedy or sampled request, for `learn`."""

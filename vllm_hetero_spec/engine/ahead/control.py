@@ -4,7 +4,7 @@
 The cost of drafting is the time that the target waits: a look-up in each step, and sometimes a
 draft that was not precomputed. A missing draft counts like a draft that proposes nothing, so it
 lowers the expected gain of the next drafts. Drafts that were waited for are also learned separately
-(`lookahead/late_drafts.py`), because their acceptance rate tends to be lower.
+(`late_drafts.py`), because their acceptance rate tends to be lower.
 
 The drafts of a probe are precomputed, too. Its plan is kept for `_HELD` steps, in which the drafter
 catches up. After that, the target waits for them.
@@ -13,6 +13,7 @@ catches up. After that, the target waits for them.
 from collections.abc import Collection, Mapping, Sequence
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl
 from vllm_hetero_spec.engine.seam.step_view import StepView
@@ -22,12 +23,16 @@ _PROBE = 0.1  # seconds; longest wait for the drafts of a probe, which is useles
 
 
 class PrecomputedDrafts:
-    """A `Control` for precomputed drafts, in front of the `LookaheadControl` that learns."""
+    """A `Control` for precomputed drafts, in front of the `LookaheadControl` that learns.
+
+    Attributes:
+        late: Decisions on drafts that were not precomputed.
+    """
 
     can_stop_early = False  # the drafter's process does not consult the controller
 
     def __init__(self, control: LookaheadControl) -> None:
-        self._control = control
+        self._control, self.late = control, LateDrafts()
         self._step: StepView | None = None
         self._held = 0  # steps for which the current probe's plan has been kept
         self._wrong: Collection[str] = ()  # requests whose precomputed drafts were all wrong
@@ -44,7 +49,7 @@ class PrecomputedDrafts:
             draft = self._control.pending.get(request.req_id)
             policy = self._control.controller.policy
             if draft is not None and policy is not None:
-                policy.came_late(*draft.accepted(request), draft.random)
+                self.late.observe(policy, *draft.accepted(request), draft.random)
         self._late = self._late.intersection(step.live) if self._late else self._late
         self._control.observe(step)
 
@@ -94,7 +99,7 @@ class PrecomputedDrafts:
         if policy is None or self._step is None:
             return 0, 0.0
         indices = [self._step.index_of[req_id] for req_id in missing]
-        tokens, seconds = policy.wait(indices, longest, each, unread)
+        tokens, seconds = self.late.wait(policy, indices, longest, each, unread)
         if tokens:
             self._late |= missing.keys()
         return tokens, seconds
@@ -106,8 +111,7 @@ class PrecomputedDrafts:
             rank: Index of its continuation, 0 for the chain; None if all were wrong.
             guesses: Number of branches beside the chain.
         """
-        if self._control.controller.policy is not None:
-            self._control.controller.policy.looked_up(rank, guesses)
+        self.late.hits.observe(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         """Choose the number of branches beside each chain, at most `most`.
@@ -118,4 +122,6 @@ class PrecomputedDrafts:
             each: Drafter tokens per target token.
         """
         policy = self._control.controller.policy
-        return most if policy is None else policy.guesses(drafting, longest, each, most)
+        if policy is None:
+            return most
+        return self.late.guesses(policy, drafting, longest, each, most)
