@@ -1,151 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs in seconds of target steps, drafter steps, and the overhead of a draft.
+"""Costs in seconds of target steps, of drafter steps, and of the overhead of a draft.
 
-Start-up timing gives a table for each kind of step. Live steps correct it by medians, which ignore
-single pauses and follow lasting changes: one factor for the speed of the machine, and one for each
-size of step. Target steps without drafts (plain) and with drafts (verifying) are separate kinds,
-because their difference decides whether to speculate.
+They are calibrated at start-up if possible, and corrected by every step. Target steps without
+drafts (plain, one row per request) and with drafts are separate kinds, because their difference
+decides whether to speculate.
 """
 
 import math
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from operator import itemgetter
-from statistics import median
+from collections.abc import Mapping
 from typing import Any
 
-Points = Sequence[tuple[float, float]]  # (size, seconds)
+from vllm_hetero_spec.lookahead.curve import CostCurve, Points
 
-_SIZES = [1.0, 2.0, 3.0, *(float(part << octave) for octave in range(10) for part in range(4, 8))]
-_NEAR = 1.06  # factor by which a size is below the one that it counts for, at most
-_GROWTH = 0.15  # exponent of the size for seconds if one size is known: mostly memory-bound
-_WINDOW = 15  # measurements of a median: 5 % of noise leave 1.6 %, and 8 outvote what was before
-_OFTEN = 8  # measurements of a size from which on another one shows that the machine has changed
-_HOPE = 0.05  # share by which a size that was never measured is taken to be cheaper
-_COLD = 1.25  # a first step of a size that is slower by this factor may have compiled kernels
-_USUAL_FEED = 4  # context tokens per request that any round reads: those emitted last
-_LONG_FEED = 64  # tokens of a catch-up from which on its time is not noise
-_first = itemgetter(0)
-
-
-class Recent:
-    """Median of the last measurements; 0 without any.
-
-    Args:
-        prior: Initial measurements.
-    """
-
-    def __init__(self, prior: Sequence[float] = ()) -> None:
-        self._values = deque(prior, maxlen=_WINDOW)
-        self.value = median(prior) if prior else 0.0
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def add(self, value: float) -> None:
-        """Add a measurement."""
-        self._values.append(value)
-        self.value = median(self._values)
-
-
-class CostTable:
-    """Seconds of one kind of step by size, linear between known sizes and never falling.
-
-    A size that was measured seldom differs from its timing because the timing is off, and so do
-    the sizes next to it. One that was measured often differs because the machine has changed, and
-    so do all sizes.
-
-    Args:
-        points: Timed (size, seconds). Without any, the first measurement gives the level.
-        speed: Logarithm of measured over usual seconds, shared by kinds that change together.
-    """
-
-    def __init__(self, points: Points = (), speed: Recent | None = None) -> None:
-        self._speed = Recent([0.0] * _OFTEN) if speed is None else speed
-        self._own: dict[float, Recent] = {}  # of measured sizes: usual over timed, logarithms
-        timed = {s: t for s, t in sorted(points) if s > 0 and 0 < t < math.inf}
-        self._timed = sorted(timed.items())
-        self._update()
-
-    @property
-    def known(self) -> bool:
-        """True if any step was timed."""
-        return bool(self._timed)
-
-    def seconds(self, size: float) -> float:
-        """Return the seconds of a step of this size; extrapolated beyond the known sizes."""
-        return math.exp(self._speed.value) * _line(size, self._curve)
-
-    def hoped(self, size: float) -> float:
-        """Return `seconds`, reduced if such a size was hardly measured, so that it is tried."""
-        measured = len(self._own.get(_nearest(size), ()))
-        return self.seconds(size) * (1.0 - _HOPE / (1.0 + measured))
-
-    def observe(self, size: float, seconds: float) -> None:
-        """Learn from a measurement; ignore one that is not a positive number."""
-        if not (size > 0 and 0 < seconds < math.inf):
-            return
-        if not self.known:
-            self._timed = [(size, seconds * math.exp(-self._speed.value))]
-            self._update()
-        nearest = _nearest(size)
-        cold = nearest not in self._own and seconds > _COLD * self.seconds(size)
-        own = self._own.setdefault(nearest, Recent())
-        if cold:
-            return
-        off = math.log(seconds / _line(size, self._timed))
-        if len(own) >= _OFTEN:
-            self._speed.add(off - own.value)
-        own.add(off - self._speed.value)
-        self._update()
-
-    def doubt(self) -> None:
-        """Let the next few measurements decide whether the machine has changed."""
-        self._speed = Recent([self._speed.value])
-
-    def slope(self, size: float, first: int, last: int) -> float:
-        """Return the additional seconds of one more unit at `size`, between `first` and `last`.
-
-        Kernels work in tiles: one row may cost much and the next ones nothing. The lower convex
-        hull between both ends spreads such a cost, so that drafts do not end just before it.
-        """
-        if (first, last) not in self._slopes:
-            last = max(last, first + 1)
-            sizes = [first, *(s for s, _ in self._curve if first < s < last), last]
-            widths = [high - low for low, high in pairwise(sizes)]
-            rises = [high - low for low, high in pairwise(_line(s, self._curve) for s in sizes)]
-            slopes = [rise / width for rise, width in zip(rises, widths, strict=True)]
-            self._slopes[first, last] = sizes[1:], rising(slopes, widths)
-        ends, slopes = self._slopes[first, last]
-        slope = slopes[min(bisect_right(ends, size), len(slopes) - 1)]
-        return math.exp(self._speed.value) * slope
-
-    def points(self) -> list[tuple[float, float]]:
-        """Return the table as points; none if nothing is known."""
-        return [(size, self.seconds(size)) for size, _ in self._curve]
-
-    def _update(self) -> None:
-        """Compute the usual seconds of all known sizes."""
-        own = sorted((size, recent.value) for size, recent in self._own.items() if recent)
-        sizes = sorted({size for size, _ in (*self._timed, *own)})
-        usual = [_line(size, self._timed) * math.exp(_between(size, own)) for size in sizes]
-        self._curve = list(zip(sizes, rising(usual), strict=True))
-        self._slopes: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+_PLAIN, _VERIFY = 0, 1  # kinds of target steps
+_USUAL_FEED = 4  # context tokens per request that any round feeds: what was emitted last
+_LONG_FEED = 64  # tokens of a catch-up that is long enough to say what one of them costs
+_CALIBRATED_FEED = 256.0  # tokens that a calibrated catch-up weighs: outweighed by a few long ones
+_KEEP = 0.9  # weight of one long catch-up against the next: they are few, ten are remembered
+_CALIBRATED_AGAIN = 1024.0  # KV tokens read again that what was known weighs: a step or two
+_KEEP_AGAIN = 0.98  # weight of a step with sides against the next: what they take is near the noise
+_KEEP_WIDE = 0.95  # weight of a round with trees against the next: twenty are remembered
+_FREE_ROUNDS = 4.0  # such rounds that the belief weighs that their steps take no longer
+_FAR = 0.5  # beyond this much more or less it is a pause, or another machine
+_LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
+_LONG_AGO = 256  # steps since a plain one, from which on it is less and less certain
+_COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
 
 
 class CostModel:
     """Costs of one pair of models on one machine.
 
     Args:
-        target: Timed (rows, seconds) of target steps.
-        drafter: Timed (batch, seconds) of single drafter steps.
-        verify: As `target` for steps with more rows than requests; `target` if empty.
-        overhead: Timed (batch, seconds) of a drafting round without its forwards.
-        catch_up: Seconds per context token that the drafter reads; None if unknown.
+        target: Calibrated (rows, seconds) of target steps that only verify and decode.
+        drafter: Calibrated (batch, seconds) of single drafter steps.
+        verify: As `target` for steps with more rows than requests; `target` where empty.
+        overhead: Calibrated (batch, seconds) of what a round of drafting costs beside its forwards.
+        catch_up: Seconds per context token that the drafter reads; 0 and learnt where None.
+        again: Seconds per KV token that a side sequence of a tree reads again.
 
-    Rows are all tokens that a target step computes, bonus rows included.
+    Rows are all tokens that a target step computes, bonus rows included. Everything works without
+    calibration: unknown costs are learnt from the first steps.
     """
 
     def __init__(
@@ -155,91 +49,188 @@ class CostModel:
         verify: Points = (),
         overhead: Points = (),
         catch_up: float | None = None,
+        again: float = 0.0,
     ) -> None:
-        speed = Recent([0.0] * _OFTEN)
-        self._plain, self._verify = CostTable(target, speed), CostTable(verify or target, speed)
-        self._drafter, self._overhead = CostTable(drafter), CostTable(overhead)
-        self._catch_up = Recent([] if catch_up is None else [catch_up])
+        self._target = CostCurve({_PLAIN: target, _VERIFY: verify}, kinds=2)
+        self._drafter = CostCurve({0: drafter})
+        self._overhead = CostCurve({0: overhead})
+        self._met: set[int] = set()  # rows of target steps so far
+        feed = 0.0 if catch_up is None else _CALIBRATED_FEED
+        self._caught_up = feed, feed * (catch_up or 0.0)  # tokens and their seconds, discounted
+        # KV tokens that side sequences of trees have read again, and their seconds, discounted.
+        self._read_again = (_CALIBRATED_AGAIN, _CALIBRATED_AGAIN * again)
+        # Rounds with trees, and how much longer their steps took, in logarithms, discounted.
+        self._wide = (_FREE_ROUNDS, 0.0)
 
     @property
     def knows_target(self) -> bool:
-        """True if any step of the target was timed."""
-        return self._plain.known
+        """True if any step of the target was calibrated or measured."""
+        return self._target.known
 
     @property
     def knows_drafter(self) -> bool:
-        """True if any step of the drafter was timed."""
+        """True if any step of the drafter was calibrated or measured."""
         return self._drafter.known
 
     def target(self, batch: int, rows: float) -> float:
-        """Return the seconds of a target step with `rows` rows of `batch` requests."""
-        plain = self._plain.seconds(batch)
-        return plain if rows <= batch else max(plain, self._verify.seconds(rows))
+        """Seconds of a target step with `rows` rows of `batch` requests; rises with both."""
+        plain = self._target.seconds(batch, _PLAIN)
+        if rows <= batch:
+            return plain
+        return max(plain, self._target.seconds(rows, _VERIFY))
 
-    def hoped(self, batch: int, rows: float) -> float:
-        """Return `target`, reduced if such steps were hardly measured, so that they are tried."""
-        plain = self._plain.seconds(batch)
-        return plain if rows <= batch else max(plain, self._verify.hoped(rows))
+    def more_rows(self, batch: int, count: int) -> float:
+        """Seconds that `count` rows of drafts add to a plain step, by the steeper of two views."""
+        rows = batch + count
+        rise = self._target.seconds(rows, _VERIFY) - self._target.seconds(batch, _VERIFY)
+        return max(rise, self.target(batch, rows) - self.target(batch, batch))
 
-    def row(self, rows: float, batch: int, most: int) -> float:
-        """Return the additional seconds of one more row in a step of `rows` rows.
+    def row(self, rows: float, batch: float, most: float) -> float:
+        """Seconds that one row more adds to a step of `rows` rows; less if unknown, to be tried.
 
         Args:
-            rows: Rows of the step so far.
-            batch: Number of requests, and of rows without drafts.
-            most: Largest number of rows.
+            rows: Of the step so far.
+            batch: Requests, the rows that are there in any case.
+            most: Rows that there may be in the end.
         """
-        return self._verify.slope(rows, batch, most)
+        return self._target.slope(rows, batch, most, _VERIFY)
+
+    def rows(self, batch: int, most: int) -> list[float]:
+        """`row` at `batch` rows, one more and so on up to `most`, [1 + most - batch]."""
+        return self._target.slopes(batch, most, _VERIFY)
+
+    def prepare(self, batch: int, most: int) -> None:
+        """Compute and cache the costs of steps with up to `most` rows."""
+        self.target(batch, most)
+        self.rows(batch, most)
+        if self.knows_drafter:
+            self.drafter(batch)
+
+    def plain_stddev(self, batch: int, since: int = 0) -> float:
+        """Return the standard deviation of a plain step's cost, as a share of its seconds.
+
+        Args:
+            batch: Number of requests.
+            since: Steps since the last plain one; uncertainty increases with them.
+        """
+        return self._target.stddev(batch, _PLAIN) * max(1.0, since / _LONG_AGO)
+
+    def verify_stddev(self, rows: float) -> float:
+        """Return the relative standard deviation of a step that verifies drafts."""
+        return self._target.stddev(rows, _VERIFY)
+
+    def drafter_stddev(self, batch: float) -> float:
+        """Return the relative standard deviation of a drafter step."""
+        return self._drafter.stddev(batch)
 
     def drafter(self, batch: float) -> float:
-        """Return the seconds of one drafter step of `batch` requests."""
+        """Seconds of one drafter step of `batch` requests."""
         return self._drafter.seconds(batch)
 
     def drafting(self, batch: float, steps: float) -> float:
-        """Return the seconds of a drafting round, without the catch-up of long contexts."""
+        """Seconds of a round of drafting, catch-up of long contexts not counted."""
         overhead = self._overhead.seconds(batch) if self._overhead.known else 0.0
         return overhead + steps * self._drafter.seconds(batch)
 
+    def beside(self, batch: float) -> float:
+        """Return the additional seconds of a drafter step that collects candidates for trees."""
+        return self._drafter.seconds(batch) * math.expm1(self._longer)
+
     def catch_up(self, pending: int) -> float:
-        """Return the seconds to read a request's context, beyond what any round reads."""
-        return max(0, pending - _USUAL_FEED) * self._catch_up.value
+        """Seconds to feed a request's context tokens, beyond what any round feeds."""
+        return max(0, pending - _USUAL_FEED) * self._seconds_per_token
 
-    def doubt_drafter(self) -> None:
-        """Prepare for measurements of the drafter after a time without any."""
-        self._drafter.doubt()
+    def reading(self, batch: float, steps: float, seconds: float, fed: int) -> float:
+        """Return the additional seconds of a round that has a long catch-up; otherwise 0."""
+        if fed - _USUAL_FEED * batch < _LONG_FEED or not self._drafter.known:
+            return 0.0
+        return max(0.0, seconds - steps * self._drafter.seconds(batch))
 
-    def observe_target(self, batch: int, rows: int, seconds: float) -> None:
-        """Observe a target step without prefill."""
+    def side(self, context: float) -> float:
+        """Return the seconds of a branch that reads `context` tokens, without its rows."""
+        tokens, seconds = self._read_again
+        return context * max(seconds, 0.0) / tokens
+
+    def loosen_drafter(self, spread: float) -> None:
+        """Increase the uncertainty of drafter steps by this share, after a time without them."""
+        self._drafter.widen(spread)
+
+    def observe_target(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
+        """Observe a target step without prefill, in which branches read `again` KV tokens."""
         rows = max(rows, batch)
-        tables = (self._verify, self._plain) if rows > batch else (self._plain, self._verify)
-        tables[0].observe(rows, seconds)
-        if not tables[1].known:
-            tables[1].observe(rows, seconds)
+        first = rows not in self._met
+        self._met.add(rows)
+        # It may have made kernels: where it took long, it tells nothing of the next ones.
+        if first and self.knows_target and seconds > _COLD * self.target(batch, rows):
+            return
+        if again and self.knows_target and 0 < seconds < math.inf:
+            more = seconds - self.target(batch, rows)
+            tokens, spent = (_KEEP_AGAIN * x for x in self._read_again)
+            # What is not sides is another cost of rows.
+            seconds = max(seconds - self.side(again), seconds / 2)
+            self._read_again = tokens + again, spent + more
+        self._target.observe(rows, seconds, _VERIFY if rows > batch else _PLAIN)
 
     def observe_drafting(
-        self, batch: float, steps: float, seconds: float, overhead: float = 0.0, fed: int = 0
+        self,
+        batch: float,
+        steps: float,
+        seconds: float,
+        overhead: float = 0.0,
+        fed: int = 0,
+        *,
+        wide: bool = False,
+        looks: bool = False,
     ) -> None:
-        """Observe a drafting round; arguments as in `Controller.observe_draft`."""
-        if not (batch > 0 and steps > 0 and 0 < seconds < math.inf):
+        """Observe a drafting round; arguments as in `Controller.observe_draft`.
+
+        Args:
+            looks: True for a probe of trees: the round does not update the cost of plain rounds.
+        """
+        if not (batch > 0 and steps > 0 and seconds > 0):
             return
-        if overhead > 0:
-            self._overhead.observe(batch, overhead)
+        if wide:
+            if self._drafter.known and fed <= _USUAL_FEED * batch:
+                rounds, longer = (_KEEP_WIDE * x for x in self._wide)
+                more = math.log(seconds / (steps * self._drafter.seconds(batch)))
+                self._wide = rounds + 1.0, longer + min(max(more, -_FAR), _FAR)
+            if looks and self._drafter.known:
+                return
+            seconds *= math.exp(-self._longer)
+        if overhead > 0 or self._overhead.known:
+            self._overhead.observe(batch, max(overhead, _LEAST_OVERHEAD))
         extra = max(0.0, fed - _USUAL_FEED * batch)
-        if extra < _LONG_FEED:
-            reading = min(extra * self._catch_up.value, seconds / 2)
-            self._drafter.observe(batch, (seconds - reading) / steps)
-        elif self.knows_drafter:
-            stepping = steps * self._drafter.seconds(batch)
-            self._catch_up.add(max(seconds - stepping, 0.0) / extra)
+        known = self._drafter.known
+        # Even a long catch-up bounds what a step takes from above.
+        quick = known and seconds < steps * self._drafter.seconds(batch)
+        if extra < _LONG_FEED or quick:
+            forwards = max(seconds - extra * self._seconds_per_token, seconds / 2)
+            self._drafter.observe(batch, forwards / steps)
+        elif known:
+            tokens, spent = self._caught_up
+            more = seconds - steps * self._drafter.seconds(batch)
+            self._caught_up = tokens * _KEEP + extra, spent * _KEEP + more
+
+    @property
+    def _longer(self) -> float:
+        """Logarithm of a wide step over a plain one."""
+        rounds, longer = self._wide
+        return max(longer, 0.0) / rounds
+
+    @property
+    def _seconds_per_token(self) -> float:
+        tokens, seconds = self._caught_up
+        return max(seconds, 0.0) / tokens if tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates as JSON values; they are arguments of the class."""
+        """Return the estimates as JSON values; `from_dict` reads them as a calibration."""
         return {
-            "target": self._plain.points(),
-            "verify": self._verify.points(),
+            "target": self._target.points(_PLAIN),
+            "verify": self._target.points(_VERIFY),
             "drafter": self._drafter.points(),
             "overhead": self._overhead.points(),
-            "catch_up": self._catch_up.value if self._catch_up else None,
+            "catch_up": self._seconds_per_token if self._caught_up[0] else None,
+            "again": self.side(1),
         }
 
     @classmethod
@@ -250,44 +241,16 @@ class CostModel:
             ValueError: Invalid data.
         """
         try:
-            if not 0.0 <= float(saved["catch_up"] or 0.0) < math.inf:
-                raise ValueError(f"catch_up is {saved['catch_up']}")
-            return cls(**{name: saved[name] for name in cls().to_dict()})
+            curves = {
+                name: [(float(size), float(seconds)) for size, seconds in saved[name]]
+                for name in ("target", "verify", "drafter", "overhead")
+            }
+            catch_up = None if saved["catch_up"] is None else float(saved["catch_up"])
+            again = float(saved["again"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"invalid saved costs: {error!r}") from error
-
-
-def _nearest(size: float) -> float:
-    """Return the size that a measurement counts for."""
-    return _SIZES[max(bisect_right(_SIZES, size * _NEAR) - 1, 0)]
-
-
-def _line(size: float, points: Points) -> float:
-    """Return the seconds at a size; beyond both ends, the line goes on, to half of the first."""
-    if len(points) == 1:
-        return points[0][1] * (size / points[0][0]) ** _GROWTH
-    at = min(max(bisect_right(points, size, key=_first) - 1, 0), len(points) - 2)
-    (low, before), (high, after) = points[at : at + 2]
-    return max(before + (size - low) / (high - low) * (after - before), points[0][1] / 2)
-
-
-def _between(size: float, points: Points) -> float:
-    """Return the value at a size, linear in its logarithm and constant beyond both ends."""
-    at = bisect_right(points, size, key=_first)
-    if not 0 < at < len(points):
-        return points[max(at - 1, 0)][1] if points else 0.0
-    (low, before), (high, after) = points[at - 1 : at + 1]
-    return before + math.log(size / low) / math.log(high / low) * (after - before)
-
-
-def rising(values: Sequence[float], weights: Sequence[float] = ()) -> list[float]:
-    """Return the rising values nearest to the given ones (pool adjacent violators)."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
-        pool = value, weight, 1
-        while pools and pools[-1][0] > pool[0]:
-            (before, heavy, count), (mean, light, members) = pools.pop(), pool
-            total = heavy + light
-            pool = (before * heavy + mean * light) / total, total, count + members
-        pools.append(pool)
-    return [mean for mean, _, members in pools for _ in range(members)]
+        if catch_up is not None and not 0 <= catch_up < math.inf:
+            raise ValueError(f"invalid saved costs: catch_up is {catch_up}")
+        if not 0 <= again < math.inf:
+            raise ValueError(f"invalid saved costs: again is {again}")
+        return cls(**curves, catch_up=catch_up, again=again)

@@ -11,35 +11,40 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_hetero_spec.engine.ahead.guess_hits import GuessHits
+from vllm_hetero_spec.lookahead.acceptance import PositionRates
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
 _STARTED = 0.5  # share of a drafter step; it has to end before one for the new text begins
 # Steps in a row without waiting until late drafts are treated like others, to measure them again:
 # texts change, and a wait in vain takes about half of a step.
 _TRIED_EVERY = 16
-_KEEP = 0.95  # weight of a late draft relative to the next: about 20 count
-_PRIOR = 0.25  # expected tokens of a late draft before any was waited for, none of them accepted
 
 
 class LateDrafts:
-    """Acceptance of late drafts relative to others, and hit rates of precomputed ones.
+    """Acceptance of drafts that the target waited for, and hit rates of precomputed ones.
 
     Attributes:
-        share: Accepted tokens of late drafts, over those that other drafts would have.
         hits: Hit rates of lines.
     """
 
     def __init__(self) -> None:
-        self.share, self.hits = 0.0, GuessHits()
-        self._expected, self._accepted = _PRIOR, 0.0  # tokens
+        self.hits = GuessHits()
+        self._counts: tuple[PositionRates, PositionRates] | None = None  # greedy, sampled
+        self._rates: list[list[float]] = [[], []]
         self._passed = 0  # steps in a row without waiting
+
+    def rates(self, random: bool, positions: int) -> list[float]:
+        """Return the conditional acceptance of each position; 0 before any observation."""
+        return self._rates[random] or [0.0] * positions
 
     def observe(self, policy: StepPolicy, verified: int, accepted: int, random: bool) -> None:
         """Add a verified late draft of a greedy or sampled request."""
-        rates = policy.known.acceptance.rates(random)[:verified]
-        self._expected = _KEEP * self._expected + float(np.cumprod(rates).sum())
-        self._accepted = _KEEP * self._accepted + accepted
-        self.share = min(1.0, self._accepted / max(self._expected, _PRIOR))
+        if self._counts is None:
+            positions = policy.known.acceptance.positions
+            self._counts = PositionRates(positions), PositionRates(positions)
+        counts = self._counts[random]
+        counts.observe([verified], [accepted])
+        self._rates[random] = counts.rates().tolist()
 
     def wait(
         self, policy: StepPolicy, missing: Sequence[int], longest: int, each: float, unread: int
@@ -57,19 +62,21 @@ class LateDrafts:
             The draft length to wait for, 0 for none; and the seconds after which waiting no longer
             pays.
         """
-        acceptance, costs, price = (
-            policy.known.acceptance,
-            policy.known.costs,
-            policy.tokens_per_second,
-        )
-        step = costs.drafter(len(missing))
+        acceptance, costs = policy.known.acceptance, policy.known.costs
+        price, step = policy.tokens_per_second, costs.drafter(len(missing))
         begins = _STARTED * step + costs.catch_up(unread)
-        share = 1.0 if self._passed >= _TRIED_EVERY else self.share
-        alive = np.cumprod([acceptance.rates(policy.random[i]) for i in missing], axis=1).sum(0)
+        tried = self._passed >= _TRIED_EVERY
+        kinds = [policy.random[index] for index in missing]
+        rates = [
+            acceptance.rates(kind) if tried else self.rates(kind, acceptance.positions)
+            for kind in kinds
+        ]
+        alive = [1.0] * len(missing)
         rows, gain = policy.batch, 0.0
         best, most, seconds = 0.0, 0, 0.0
         for tokens in range(1, longest + 1):
-            gain += share * float(alive[tokens - 1]) - len(missing) * policy.row_price(rows)
+            alive = [chance * of[tokens - 1] for chance, of in zip(alive, rates, strict=True)]
+            gain += sum(alive) - len(missing) * policy.row_price(rows)
             rows += len(missing)
             net = gain - price * (begins + each * tokens * step)
             if net > best:
