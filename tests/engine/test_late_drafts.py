@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
-from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
@@ -195,13 +194,3 @@ def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
     assert guesses(0.002, hit, each=4.0) < few
     assert guesses(0.002, (0, 0, 0, 0, None), each=2.0) == 0  # no guess was ever hit
     assert guesses(0.002, (0, 1, 2, 3, 4, 5)) > few
-
-
-def test_steps_that_nobody_waits_for_cost_nothing() -> None:
-    steps = StepsOfDraft()
-    for _ in range(200):
-        steps.observe(LONGEST, 0)
-    assert steps.expected(LONGEST) < 0.5
-    for _ in range(400):
-        steps.observe(LONGEST, 6)
-    assert steps.expected(LONGEST) > 4.5

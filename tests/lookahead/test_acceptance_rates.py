@@ -252,3 +252,13 @@ def test_steps_of_a_single_length() -> None:
         steps.observe(4, 6)
     assert steps.expected(4) == pytest.approx(6, rel=0.03)
     assert 1 <= steps.expected(1) < steps.expected(8) < 13
+
+
+def test_steps_without_waiting_cost_nothing() -> None:
+    steps = StepsOfDraft()
+    for _ in range(200):
+        steps.observe(4, 0)
+    assert steps.expected(4) < 0.5
+    for _ in range(400):
+        steps.observe(4, 6)
+    assert steps.expected(4) > 4.5

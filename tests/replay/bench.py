@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay bench: compare controllers of the draft length on recorded runs, without an engine.
 
-    PYTHONPATH=. python tests/replay/bench.py                    # all cells, some minutes
+    PYTHONPATH=. python tests/replay/bench.py                    # all cells, a minute
     PYTHONPATH=. python tests/replay/bench.py --only cpu/ --jobs 2
     PYTHONPATH=. python tests/replay/bench.py --controller goodput --controller MODULE:FUNCTION
     PYTHONPATH=. python tests/replay/bench.py --out old.json     # then, on other code:

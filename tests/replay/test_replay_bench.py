@@ -121,5 +121,5 @@ def test_goodput_in_a_cell(name: str) -> None:
 @pytest.mark.full
 def test_goodput_in_all_cells() -> None:
     shares = [bench.run_cell(name, ["goodput"])["goodput share"] for name in bench.names()]
-    assert min(shares) > 0.5  # 0.59 on a CPU that was busy while it timed the models
-    assert sum(shares) / len(shares) > 0.97
+    assert min(shares) > 0.85  # 0.88 on an H200 with 32 sampled requests
+    assert sum(shares) / len(shares) > 0.99  # 1.00

@@ -111,7 +111,8 @@ class PrecomputedDrafts:
             rank: Index of its continuation, 0 for the chain; None if all were wrong.
             guesses: Number of branches beside the chain.
         """
-        self.late.hits.observe(rank, guesses)
+        if self._control.controller.policy is not None:  # None for a probe
+            self.late.hits.observe(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
         """Choose the number of branches beside each chain, at most `most`.

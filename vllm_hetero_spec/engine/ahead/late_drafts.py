@@ -29,22 +29,19 @@ class LateDrafts:
 
     def __init__(self) -> None:
         self.hits = GuessHits()
-        self._counts: tuple[PositionRates, PositionRates] | None = None  # greedy, sampled
-        self._rates: list[list[float]] = [[], []]
+        self._counts: dict[bool, PositionRates] = {}  # by kind: greedy, sampled
         self._passed = 0  # steps in a row without waiting
 
     def rates(self, random: bool, positions: int) -> list[float]:
         """Return the conditional acceptance of each position; 0 before any observation."""
-        return self._rates[random] or [0.0] * positions
+        counts = self._counts.get(random)
+        return [0.0] * positions if counts is None else counts.rates().tolist()
 
     def observe(self, policy: StepPolicy, verified: int, accepted: int, random: bool) -> None:
         """Add a verified late draft of a greedy or sampled request."""
-        if self._counts is None:
-            positions = policy.known.acceptance.positions
-            self._counts = PositionRates(positions), PositionRates(positions)
-        counts = self._counts[random]
-        counts.observe([verified], [accepted])
-        self._rates[random] = counts.rates().tolist()
+        if random not in self._counts:
+            self._counts[random] = PositionRates(policy.known.acceptance.positions)
+        self._counts[random].observe([verified], [accepted])
 
     def wait(
         self, policy: StepPolicy, missing: Sequence[int], longest: int, each: float, unread: int
