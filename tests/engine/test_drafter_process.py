@@ -197,8 +197,11 @@ def test_the_process_has_a_name_and_no_folder(
 def test_a_process_that_is_killed_is_started_again(
     llm: Any, texts: list, alone: Outputs, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
-    before = read_stats(llm)
-    child_of(llm).send_signal(signal.SIGKILL)
+    wait_until_up(llm)
+    assert generate(llm, texts, greedy()) == alone
+    child, before = child_of(llm), read_stats(llm)
+    child.send_signal(signal.SIGKILL)
+    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
     assert generate(llm, texts, greedy()) == alone
     stats = read_stats(llm)
     assert stats["skipped"]["drafter_down"] > before["skipped"].get("drafter_down", 0)
@@ -218,6 +221,7 @@ def test_a_process_that_is_killed_is_started_again(
 def test_a_process_that_is_stopped_holds_nobody_up(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_until_up(llm)
     child = child_of(llm)
     child.send_signal(signal.SIGSTOP)
     before = read_stats(llm)["skipped"].get("drafter_down", 0)
