@@ -127,6 +127,7 @@ class HeteroOptions(Table):
         Annotated[int, must(_BYTES, lambda found: 1 <= found < 1 << 63, _num_bytes)] | None
     ) = None
     tensor_parallel: Literal["rank0", "sharded"] = "rank0"
+    parallel_drafting: StrictBool | None = None
     draft_ahead: StrictBool = False
     drafter_device: Annotated[str, must(_DEVICE, _is_device, str)] | None = None
     verification: Annotated[

@@ -27,7 +27,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     drafting_mode,
     kv_budget,
 )
-from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
+from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config, parallel_mask
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import HeteroOptions
 
@@ -216,6 +216,50 @@ def test_a_dtype_that_the_drafter_cannot_have(
     named = HeteroOptions("slem", str(tmp_path), 4, dtype="float16")
     with pytest.raises(ConfigError, match="does not support float16"):
         drafter_model_config(named, target)
+
+
+def with_config(source: Path, folder: Path, **changes: Any) -> str:
+    """Return a folder with the files of `source`, whose config.json has some other values."""
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+@pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
+def test_a_parallel_drafter_is_recognized(demo_pair: Path, tmp_path: Path, key: str) -> None:
+    name = with_config(demo_pair / "drafter", tmp_path, **{key: 7})
+    target = target_config(demo_pair).model_config
+
+    def mask(**keys: Any) -> int | None:
+        given = HeteroOptions("hetero", name, 4, **keys)
+        return parallel_mask(drafter_model_config(given, target), given)
+
+    assert mask() == mask(parallel_drafting=True) == 7
+    assert mask(parallel_drafting=False) is None
+    assert mask(parallel_drafting=False, draft_ahead=True, tree_nodes=0) is None
+    for other, found in (("draft_ahead", True), ("tree_nodes", 8)):
+        with pytest.raises(ConfigError, match=f"^{other} is {found}, .* leave {other} out"):
+            mask(**{other: found})
+
+
+def test_a_parallel_drafter_that_cannot_be(demo_pair: Path, tmp_path: Path) -> None:
+    target = target_config(demo_pair).model_config
+    given = options(demo_pair, parallel_drafting=True)
+    with pytest.raises(ConfigError, match=r"^parallel_drafting is true, but .* no mask token"):
+        parallel_mask(drafter_model_config(given, target), given)
+    given = HeteroOptions("slem", with_config(demo_pair / "drafter", tmp_path, pard_token=9999), 4)
+    with pytest.raises(ConfigError, match="mask token 9999 and embeddings of 2048"):
+        parallel_mask(drafter_model_config(given, target), given)
+
+
+def test_a_drafter_of_hidden_states_is_refused(demo_pair: Path, tmp_path: Path) -> None:
+    name = with_config(demo_pair / "drafter", tmp_path, architectures=["LlamaForCausalLMEagle3"])
+    target = target_config(demo_pair).model_config
+    with pytest.raises(ConfigError, match="LlamaForCausalLMEagle3, which reads the hidden states"):
+        drafter_model_config(HeteroOptions("hetero", name, 4), target)
 
 
 def test_a_name_is_a_folder_while_the_hub_is_offline(

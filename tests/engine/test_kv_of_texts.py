@@ -26,6 +26,7 @@ from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.parallel import make_parallel
 from vllm_hetero_spec.engine.drafter.requests import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
@@ -36,6 +37,7 @@ from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.text.bridge import make_bridge
 
 LOOKAHEAD, REQUESTS, LENGTH = 3, 8, 96
+MASK = VOCAB - 1  # of a parallel drafter; no token of its tokenizer
 BYTES = [bytes([byte]) for byte in "ab c\u00e9".encode()]
 TARGET = toy([*BYTES, b"ab", b" a", "\u00e9".encode(), b"aba", b" ab", b"ca", b"c ", b""], eos=13)
 DRAFTER = toy(
@@ -64,7 +66,9 @@ class ToyOfTexts(ToyDrafterModel):
 class World:
     """A drafter, its requests, and a target that generates random tokens."""
 
-    def __init__(self, seed: int, *, graphs: bool, sampled: bool, beside: int) -> None:
+    def __init__(
+        self, seed: int, *, graphs: bool, sampled: bool, beside: int, parallel: bool = False
+    ) -> None:
         self.chance = chance = random.Random(seed)
         self.model = ToyOfTexts(LENGTH)
         first = [(TARGET.encode_bytes(data) or [13])[0] for data in DRAFTER.token_bytes]
@@ -85,6 +89,8 @@ class World:
             beside=beside,
             back=True,
         )
+        if parallel:
+            make_parallel(self.drafter, MASK)
         if graphs:
             shapes = [(size, width) for size in (1, 4, 8) for width in (1, 4, 8)]
             support = GraphSupport(chance.random() < 0.5, several_tokens=True)
@@ -146,12 +152,17 @@ class World:
         base = text[:-1] if tokens.known else text
         drafted = tokens.tokens
         assert 0 < len(drafted) <= row.steps
-        assert row.sequence.kv_ids == [*base, *drafted[:-1]]
+        whole = self.drafter.steps.whole
+        assert row.sequence.kv_ids == ([*base] if whole else [*base, *drafted[:-1]])
         self.seen["drafts"] += 1
         self.seen["in the place of the last"] += bool(tokens.known)
         self.seen["rounds that go on"] += text != state.context.ids
         if row.task.penalty is not None or tokens.proposal is not None:
             self.seen["own picks"] += 1
+            return
+        if whole:
+            best = self.best((*text, *[MASK] * (row.steps - 1)))
+            assert drafted[1:] == best[len(text) :]
             return
         self.greedy(base, drafted, 1)
         trees = self.trees._found if text == state.context.ids else {}  # first round only
@@ -161,11 +172,15 @@ class World:
             self.greedy(base, fork.tokens, fork.leaves + 1)
 
     def greedy(self, base: list[int], drafted: list[int], first: int) -> None:
-        _, logits = self.model.anew((*base, *drafted))
+        best = self.best((*base, *drafted))
+        assert drafted[first:] == best[len(base) + first - 1 : -1]
+
+    def best(self, ids: tuple[int, ...]) -> list[int]:
+        """Return the likeliest token after each one of a text, computed anew."""
+        _, logits = self.model.anew(ids)
         rows = logits[:, : DRAFTER.vocab_size].clone()
         rows[:, sorted(self.bridge.banned)] = -torch.inf
-        best = rows.argmax(-1).tolist()
-        assert drafted[first:] == best[len(base) + first - 1 : -1]
+        return rows.argmax(-1).tolist()
 
     def check_kv(self) -> None:
         """Check all KV of the requests and the block counts of the pool."""
@@ -273,11 +288,14 @@ class World:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("sampled", "beside"), [(False, 0), (True, 0), (False, 5)])
-def test_kv_is_that_of_the_text(graphs: bool, sampled: bool, beside: int) -> None:
+@pytest.mark.parametrize(
+    ("sampled", "beside", "parallel"),
+    [(False, 0, False), (True, 0, False), (False, 5, False), (False, 0, True), (True, 0, True)],
+)
+def test_kv_is_that_of_the_text(graphs: bool, sampled: bool, beside: int, parallel: bool) -> None:
     seen = Counter[str]()
     for seed in range(2):
-        world = World(seed, graphs=graphs, sampled=sampled, beside=beside)
+        world = World(seed, graphs=graphs, sampled=sampled, beside=beside, parallel=parallel)
         for _ in range(40):
             world.step()
             world.check_kv()
@@ -286,3 +304,4 @@ def test_kv_is_that_of_the_text(graphs: bool, sampled: bool, beside: int) -> Non
         seen["dropped"] += sum(state.context.num_dropped for state in states)
     assert min(seen["drafts"], seen["texts"], seen["dropped"], seen["catching_up"]) > 10, seen
     assert not beside or seen["forks"] > 10
+    assert not parallel or seen["in the place of the last"] > 10

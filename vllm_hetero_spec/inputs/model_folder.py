@@ -49,6 +49,15 @@ def text_config(name: str, trust_remote_code: bool) -> Any:
     return config.get_text_config()
 
 
+def mask_token(config: Any) -> int | None:
+    """Return the id of a parallel drafter's mask token, from its Hugging Face configuration.
+
+    None for any other model. The keys are those that vLLM reads, in vLLM's order.
+    """
+    found = (getattr(config, key, None) for key in ("mask_token_id", "pard_token", "ptd_token_id"))
+    return next((int(mask) for mask in found if mask is not None), None)
+
+
 def kv_bytes_per_token(config: Any, element: int) -> int:
     """Return the bytes of one token's keys and values, for numbers of `element` bytes.
 

@@ -6,7 +6,7 @@ feeds the tokens that the step before picked on the device. `finish` waits once,
 tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFee
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
-from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
+from vllm_hetero_spec.staging import Receiver, Send, Sender, Stopwatch
 
 # packets; upper bound for sampling, penalties and extensions in one round.
 _OWN_PACKETS = 8
@@ -67,7 +67,13 @@ class Drafter:
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._forwards = Forwards(model, rules, Sender(device).send)
         self.steps: Steps = EagerSteps(model, rules, self._send, picked)
+        self._wrap: Callable[[Steps], Steps] = lambda steps: steps
         self._round: Round | None = None
+
+    def make_parallel(self, wrap: Callable[[Steps, Send], Steps]) -> None:
+        """Run rounds by `wrap(steps, send)`, also after graphs are recorded."""
+        self._wrap = lambda steps: wrap(steps, self._send)
+        self.steps = self._wrap(self.steps)
 
     def record(
         self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
@@ -76,9 +82,10 @@ class Drafter:
         # A `back` round feeds at least two tokens per request. If graphs take one token only, each
         # of its catch-up forwards would run eagerly.
         self.rules = replace(self.rules, back=self.rules.back and support.several_tokens)
-        self.steps = RecordedSteps(
+        recorded = RecordedSteps(
             self.model, self.rules, self._send, self.steps.picked, graphs, shapes, support
         )
+        self.steps = self._wrap(recorded)
 
     @property
     def forward_seconds(self) -> float:
@@ -126,13 +133,16 @@ class Drafter:
         current, self._round = self._round, None
         assert current is not None
         if True in [extension.restarts(current) for extension in self.extensions]:
-            self.restarted_rounds += current.taken > 0
+            self.restarted_rounds += current.taken > 0 and not self.steps.whole
             self._take_steps(current, None)
         drafted = [DrafterTokens([])] * len(current.rows)
         if current.taken:
             rules = self.rules
             stepwise = current.drafted(rules.confidences, rules.ends, rules.sampling)
             drafted[: current.plan.active[0]] = stepwise
+            for row, tokens in zip(current.rows, stepwise, strict=False):
+                if not self.steps.whole:  # the last draft token was not fed, so it has no KV
+                    row.sequence.kv_ids += tokens.tokens[:-1]
         for extension in self.extensions:
             extension.collect(current, drafted)
         restored = drafted.copy()
@@ -167,7 +177,7 @@ class Drafter:
     def _take_steps(self, current: Round, control: Control | None) -> None:
         """Queue all steps after catch-up, and the copy of the picked tokens to the host."""
         current.taken = 1
-        if control is None or not control.can_stop_early:
+        if control is None or not control.can_stop_early or self.steps.whole:
             with self.stopwatch:
                 for number in range(1, current.plan.steps):
                     self._take_step(current, number)
@@ -186,7 +196,7 @@ class Drafter:
     def _take_step(self, current: Round, number: int) -> None:
         self._pick(current, number, self.steps.step(number))
         current.taken += 1
-        self.forwards += 1
+        self.forwards += not self.steps.whole
 
     def _pick(self, current: Round, number: int, logits: torch.Tensor) -> None:
         current.own.pick(logits, self.steps.picked, number)

@@ -14,6 +14,7 @@ from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.parallel import make_parallel
 from vllm_hetero_spec.engine.drafter.recording import Recording, idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
@@ -26,6 +27,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     drafting_mode,
     kv_budget,
 )
+from vllm_hetero_spec.engine.seam.drafter_model import parallel_mask
 from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
@@ -78,11 +80,15 @@ class InlineSource:
             )
         width = vllm_config.model_config.get_vocab_size()
         ranks = 1 if solo else group.world_size
-        sampling = sampling_of(options, pair, width, device, ranks, likeliest)
+        mask = parallel_mask(drafter_config, options)
+        sampling = sampling_of(options, pair, width, device, ranks, likeliest, merges=mask is None)
         self.draws = sampling is not None
+        banned = pair.bridge.banned
+        if mask is not None and mask < pair.drafter.vocab_size:
+            banned = banned | {mask}
         rules = PickConfig(
             vocab_size=pair.drafter.vocab_size,
-            banned=torch.tensor(sorted(pair.bridge.banned), dtype=torch.long, device=device),
+            banned=torch.tensor(sorted(banned), dtype=torch.long, device=device),
             ends=pair.bridge.drafter_eos,
             sampling=sampling,
             confidences=options.controller != "fixed",
@@ -91,6 +97,8 @@ class InlineSource:
         )
         lookahead = options.num_speculative_tokens
         self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
+        if mask is not None:
+            make_parallel(self.drafter, mask)
         self.drafter.may_wait = scheduler.async_scheduling  # `begin` and `finish` run together
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
         # vLLM's sleep mode allocator keeps freed memory, so that graphs could not use it.

@@ -35,6 +35,8 @@ def sampling_of(
     device: torch.device,
     ranks: int,
     likeliest: int | None = None,
+    *,
+    merges: bool = True,
 ) -> SampledMethod | None:
     """Return the method of sampled drafts; None for a method that is always greedy.
 
@@ -44,6 +46,7 @@ def sampling_of(
         ranks: Number of ranks that share the drafter.
         likeliest: Number of top drafter tokens that sampling is limited to; None for all. SLRS-n
             then becomes `push_forward`, because its rows have more target tokens than this.
+        merges: Allow methods that look beyond one drafter token.
     """
     maps, size = None, pair.drafter.vocab_size
     if options.method != SLEM and not pair.bridge.identity:
@@ -52,7 +55,7 @@ def sampling_of(
     if options.method == HETERO:
         # SLRS-n cannot be combined with race verification, which needs the row of one drafter token
         # at a time. On a device it would synchronize at every token.
-        merges = options.verification != "race" and device.type == "cpu" and likeliest is None
+        merges &= options.verification != "race" and device.type == "cpu" and likeliest is None
         choice = _choose(pair, maps, merges=merges, ranks=ranks)
     else:
         choice = Choice(options.method, METHODS[options.method].summary)

@@ -193,6 +193,8 @@ class RecordedSteps:
     `shapes` are (requests, tokens per request) to record. A longer catch-up runs eagerly.
     """
 
+    whole = False
+
     def __init__(
         self,
         model: DrafterModel,

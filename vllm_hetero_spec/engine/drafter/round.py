@@ -110,8 +110,6 @@ class Round:
             wanted = 1 if index in self.shortened else min(row.steps, self.taken)
             count = min(wanted, sound)
             del ids[count:]
-            # The last draft token was not fed, so it has no KV.
-            row.sequence.kv_ids += ids[:-1]
             tokens = DrafterTokens(ids, count == wanted, peaks[:count])
             if row.task.paths:
                 tokens = tokens._replace(beside=picked.beside(index, count))

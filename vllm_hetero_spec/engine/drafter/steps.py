@@ -45,12 +45,21 @@ class CaughtUp(NamedTuple):
 class Steps(Protocol):
     """Runs a round's forwards, and writes each row's likeliest token to `picked`.
 
-    `forks` is `RoundPlan.forks` on the device. `replays` counts forwards that replayed a graph.
+    Attributes:
+        whole: True if `begin` computes all steps of a round (`parallel.py`). The drafter then does
+            not read its draft tokens, and they have no KV.
+        replays: Number of forwards that replayed a graph.
+        forks: `RoundPlan.forks` on the device.
     """
 
     picked: PickBuffers
-    replays: int
-    forks: torch.Tensor
+    whole: bool
+
+    @property
+    def replays(self) -> int: ...
+
+    @property
+    def forks(self) -> torch.Tensor: ...
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """Return the shape to plan a round of `count` requests with.
@@ -135,6 +144,8 @@ class _Sent(NamedTuple):
 
 class EagerSteps:
     """Runs rounds of any shape without graphs; implements `Steps`."""
+
+    whole = False
 
     def __init__(
         self, model: DrafterModel, rules: PickConfig, send: Send, picked: PickBuffers

@@ -150,7 +150,8 @@ class TokenHealing(RoundExtension):
         if not current.taken:
             self._replace(current, others)
             return True
-        if others and current.plan.active[0] <= _FEW:
+        few = current.plan.active[0] <= _FEW or self._drafter.steps.whole
+        if others and few:
             self._replace(current, others)
             self._drafter.steps.again()
             return True

@@ -11,8 +11,10 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 from pydantic import ValidationError
 from vllm.config import AttentionConfig, CacheConfig, LoadConfig, ModelConfig, VllmConfig
+from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from vllm_hetero_spec.errors import ConfigError, one_line
+from vllm_hetero_spec.inputs.model_folder import mask_token
 from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf
 from vllm_hetero_spec.options import DEFAULT_CONTEXT, HeteroOptions
 
@@ -173,11 +175,55 @@ def _check_drafts(config: ModelConfig, name: str) -> None:
             f"{what} is {kind}, which does not "
             "generate text left to right; a drafter must be a decoder-only causal language model."
         )
+    if _needs_hidden_states(config):
+        raise ConfigError(
+            f"{what} is {kind}, which reads the hidden states of one target and no text; give a "
+            "causal language model, or a parallel drafter (PARD), or use vLLM's own method for it."
+        )
     if config.is_hybrid or config.is_attention_free:
         raise ConfigError(
             f"{what} is {kind}, which keeps a recurrent state, and rejected drafts would stay in "
             "it; supported: attention in all layers, full, or some of them with a sliding window."
         )
+
+
+def _needs_hidden_states(config: ModelConfig) -> bool:
+    """Return True for EAGLE, MTP, DFlash and similar models."""
+    return any(name in _SPECULATIVE_DECODING_MODELS for name in config.architectures)
+
+
+def parallel_mask(config: ModelConfig, options: HeteroOptions) -> int | None:
+    """Return the mask token of a drafter that drafts in parallel; None for an ordinary drafter.
+
+    Raises:
+        ConfigError: The drafter or an option does not fit to parallel drafting.
+    """
+    what, mask = f"the drafter {options.model!r}", mask_token(config.hf_text_config)
+    if options.parallel_drafting is False or (mask is None and not options.parallel_drafting):
+        return None
+    if mask is None:
+        raise ConfigError(
+            f"parallel_drafting is true, but the config of {what} names no mask token (pard_token, "
+            "ptd_token_id or mask_token_id); leave it out, or give a parallel drafter."
+        )
+    rows = config.get_vocab_size()
+    if not 0 <= mask < rows:
+        raise ConfigError(
+            f"{what} has the mask token {mask} and embeddings of {rows} tokens; give a complete "
+            'parallel drafter, or "parallel_drafting": false to run it as an ordinary one.'
+        )
+    for key, found in (
+        ("method", "slrs" if options.method == "slrs" else None),
+        ("tree_nodes", options.tree_nodes),
+        ("draft_ahead", options.draft_ahead),
+    ):
+        if found:
+            raise ConfigError(
+                f"{key} is {found!r}, which does not go with a parallel drafter, as {what} is: it "
+                f"writes all tokens of a draft at once; leave {key} out, or add "
+                '"parallel_drafting": false to run it as an ordinary drafter.'
+            )
+    return mask
 
 
 def first_sentence(error: Exception) -> str:

@@ -141,7 +141,7 @@ def _build(
             )
     from vllm_hetero_spec.engine.metrics import transport as metrics
     from vllm_hetero_spec.engine.seam import params_check
-    from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
+    from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config, parallel_mask
     from vllm_hetero_spec.engine.seam.spec_config import (
         PROPOSER,
         HeteroSpeculativeConfig,
@@ -149,9 +149,11 @@ def _build(
     )
     from vllm_hetero_spec.engine.seam.tokenizers import check_pair
 
+    drafter = drafter_model_config(options, target)
+    parallel_drafter = parallel_mask(drafter, options) is not None
     config = HeteroSpeculativeConfig(
         hetero=options,
-        drafter_model_config=drafter_model_config(options, target),
+        drafter_model_config=drafter,
         method="custom_class",
         model=PROPOSER,
         num_speculative_tokens=options.num_speculative_tokens,
@@ -164,8 +166,9 @@ def _build(
     params_check.install_http()
     metrics.require()
     logger.info(
-        "Speculative decoding by %s: drafter %s, lookahead %d target tokens, verification %s.",
+        "Speculative decoding by %s: %s %s, lookahead %d target tokens, verification %s.",
         options.method,
+        "parallel drafter" if parallel_drafter else "drafter",
         options.model,
         options.num_speculative_tokens,
         "LOSSY (fuzzy)" if isinstance(options.verification, FuzzyOptions) else "lossless",

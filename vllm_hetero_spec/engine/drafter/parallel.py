@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parallel drafters: a whole draft from one forward (PARD, arXiv 2504.18583).
+
+Such a drafter reads mask tokens behind the text. The logits of the last token of the text and of
+S - 1 masks predict the next S tokens. The tokens are independent of each other, given the text.
+
+Masks write KV behind the text. The next round overwrites it, because it reads accepted draft tokens
+like any other text. So `DraftSequence.kv_ids` never contains a draft, and a block with masks is
+never published.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
+from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch, real_tokens
+from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
+from vllm_hetero_spec.staging import Send
+
+
+def make_parallel(drafter: Drafter, mask: int) -> None:
+    """Let a drafter predict all tokens of a round in one forward, by `mask` tokens."""
+    drafter.make_parallel(
+        lambda steps, send: ParallelSteps(steps, drafter.model, drafter.rules, send, mask)
+    )
+
+
+class ParallelSteps:
+    """Runs a round by one forward; implements `Steps`. Rounds of one step run by `inner`."""
+
+    whole = True
+
+    def __init__(
+        self, inner: Steps, model: DrafterModel, rules: PickConfig, send: Send, mask: int
+    ) -> None:
+        self._inner, self._model, self._rules, self._send = inner, model, rules, send
+        self._mask, self.picked = mask, inner.picked
+        self._logits: Sequence[torch.Tensor] = ()
+
+    @property
+    def replays(self) -> int:
+        return self._inner.replays
+
+    @property
+    def forks(self) -> torch.Tensor:
+        return self._inner.forks
+
+    def shape(self, count: int, pending: int, context: int) -> Shape:
+        return Shape()
+
+    def widths(self, count: int) -> Sequence[int]:
+        return self._inner.widths(count)
+
+    def begin(self, plan: RoundPlan) -> CaughtUp:
+        if plan.steps == 1:
+            return self._inner.begin(plan)
+        real_tokens(plan.feed.tokens, self._rules)
+        feed, rows, lengths = with_masks(plan, self._mask)
+        sent = self._send(feed.tokens, feed.starts, lengths, plan.table[: plan.count], rows)
+        logits = self._rules.only_real(self._model.forward(ragged_batch(sent, feed, lengths)))
+        counts = [plan.count, *plan.active[1:]]
+        self._logits = logits[: sum(counts)].split(counts)
+        for number, each in enumerate(self._logits):
+            self.picked.best(each, number)
+        return CaughtUp(self._logits[0], logits[sum(counts) :] if feed.back else None)
+
+    def step(self, number: int) -> torch.Tensor:
+        return self._logits[number]
+
+    def moved(self) -> None:
+        """Do nothing: predictions do not depend on the token in front of them."""
+
+    def again(self) -> None:
+        """Do nothing, as in `moved`."""
+
+
+def with_masks(plan: RoundPlan, mask: int) -> tuple[BatchFeed, np.ndarray, np.ndarray]:
+    """Append the masks of a round to its pending ids: one less than each request has steps.
+
+    Returns:
+        The feed; int64 [R] indices of the tokens whose logits are needed; int32 [n] lengths of the
+            sequences after the forward. The indices are those of the last pending id of each
+            request, then of the masks, step after step, each for the `active` rows of `plan`; then,
+            if the feed is `back`, those of the tokens before the last ones.
+    """
+    feed, active = plan.feed, np.array(plan.active[1:])
+    requests = np.arange(plan.count)
+    masks = (active[:, None] > requests).sum(0)  # of each request
+    own = requests.repeat(masks)
+    steps = 1 + np.concatenate([np.arange(count) for count in masks])
+    places = plan.places[steps, :, own].T
+    ids = np.full((1, len(own)), mask)
+    tokens = np.insert(feed.tokens, feed.starts[1:][own], np.concatenate([ids, places]), axis=1)
+    starts = feed.starts + np.array([0, *masks.cumsum()], np.int32)
+    last = starts[1:].astype(np.int64) - masks - 1
+    rows = [last, *(last[:count] + step for step, count in enumerate(active, 1))]
+    if feed.back:
+        rows.append(np.maximum(last - 1, starts[:-1]))
+    lengths = plan.lengths[masks, requests]
+    most = int(np.diff(starts).max())
+    return feed._replace(tokens=tokens, starts=starts, most=most), np.concatenate(rows), lengths
