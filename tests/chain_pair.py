@@ -27,10 +27,16 @@ _STEPS = {1: 0.53, 2: 0.29, 4: 0.17, 5: 0.01}
 
 
 def build(folder: Path) -> Path:
-    """Write `target/`, `drafter/` and `garbled/`, a drafter with random weights."""
+    """Write `target/`, `drafter/`, `garbled/` with random weights, and a drafter in `parallel/`.
+
+    The parallel drafter reads a mask as the first letter; its later predictions are seldom right.
+    """
     _save(folder / "target", "byte_bpe", vocab_size=300, layers=2, without="", seed=1)
     _save(folder / "drafter", "sentencepiece", vocab_size=400, layers=1, without=UNKNOWN, seed=2)
     _save(folder / "garbled", "sentencepiece", vocab_size=400, layers=1, without=None, seed=3)
+    _save(
+        folder / "parallel", "sentencepiece", 400, layers=1, without=UNKNOWN, seed=4, parallel=True
+    )
     return folder
 
 
@@ -73,12 +79,19 @@ def _likelihood(piece: str, before: int, without: str) -> float:
 
 
 def _save(
-    out: Path, kind: TokenizerKind, *, vocab_size: int, layers: int, without: str | None, seed: int
+    out: Path,
+    kind: TokenizerKind,
+    vocab_size: int,
+    *,
+    layers: int,
+    without: str | None,
+    seed: int,
+    parallel: bool = False,
 ) -> None:
     """Save a model that never writes the letters of `without`; None gives random weights."""
     tokenizer = train_tokenizer(kind, _text(), vocab_size)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) + parallel,
         hidden_size=_HIDDEN,
         intermediate_size=_HIDDEN,
         num_hidden_layers=layers,
@@ -89,6 +102,7 @@ def _save(
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **({"pard_token": len(tokenizer)} if parallel else {}),
     )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
@@ -110,6 +124,7 @@ def _write_chain(model: LlamaForCausalLM, pieces: list[str], without: str) -> No
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     embedding.zero_()
     head.zero_()
+    embedding[len(pieces) :, 0] = 1.0  # a mask is read as the first letter
     for token, piece in enumerate(pieces):
         embedding[token, max(0, LETTERS.find(piece[-1:] or " "))] = 1.0
         for before in range(len(LETTERS)):

@@ -50,6 +50,7 @@ CASES = [
     ("tli", "block"),
     ("push_forward", "token"),
     ("slrs", "token"),
+    ("push_forward", "block", "parallel"),
 ]
 if LONG:
     CASES += [
@@ -87,9 +88,10 @@ def spelt(verification: str) -> str | dict[str, Any]:
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
-    method, verification = request.param
+    method, verification, *drafter = request.param
     more = {"method": method, "verification": spelt(verification)}
-    with engine(chain_pair / "target", slem(chain_pair / "drafter", 3, **more), **ROOM) as llm:
+    name = drafter[0] if drafter else "drafter"
+    with engine(chain_pair / "target", slem(chain_pair / name, 3, **more), **ROOM) as llm:
         yield llm
 
 

@@ -27,6 +27,7 @@ ON_V2 = [
     f"identity_v2.py::{SAME}[preemption]",
     "laws_v2.py::test_samples_follow_the_targets_law[tli-block]",
     "laws_v2.py::test_races_are_those_of_the_seed[drafter]",
+    "test_parallel_drafter.py::test_a_perfect_drafter_is_accepted_whole[roomy]",
     f"tree_runs.py::{SAME}[small blocks]",
     "tree_runs.py::test_races_are_those_without_drafts[small blocks]",
     "tree_runs.py::test_faults_are_caught[small blocks-no_tails]",

@@ -96,7 +96,7 @@ def check(drawn: dict[str, list], laws: dict[str, dict[Ids, float]], unwritten: 
 
 
 FAST = {("tli", "token", "drafter"), ("push_forward", "block", "drafter")}
-FAST |= {("hetero", "race", "drafter")}
+FAST |= {("hetero", "race", "drafter"), ("push_forward", "token", "parallel")}
 CASES = [
     ("slem", "token", "drafter"),
     ("tli", "token", "drafter"),
@@ -104,6 +104,9 @@ CASES = [
     ("slrs", "token", "drafter"),
     ("union", "token", "garbled"),
     ("hetero", "race", "drafter"),
+    ("push_forward", "token", "parallel"),
+    ("tli", "block", "parallel"),
+    ("hetero", "race", "parallel"),
 ]
 if LONG:
     CASES += [
