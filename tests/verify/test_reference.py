@@ -64,6 +64,17 @@ def likeliest(count: int, *, told: bool = True) -> Draft:
     return draft
 
 
+def at_once(w: World, c: tuple[int, ...]) -> ref.Drafter:
+    """A parallel drafter: the row of a place depends on the text, not on what is drafted before."""
+    whole = w.q_after(c)
+    return lambda path: whole((0,) * len(path))
+
+
+def parallel(method: Callable[..., Stream]) -> Draft:
+    """A method with a parallel drafter."""
+    return lambda w, c, k, chance: method(w.pair, at_once(w, c), k, chance)
+
+
 DRAFTS: dict[str, Draft] = {
     "slem": lambda w, c, k, chance: ref.slem(w.pair, w.q_after(c), k),
     "union": lambda w, c, k, chance: ref.union(w.pair, w.q_after(c), k, chance),
@@ -73,6 +84,9 @@ DRAFTS: dict[str, Draft] = {
     "slrs": slrs,
     "slrs-2": chained(2),
     "slrs-2 of 5": chained(2, 5),
+    "parallel union": parallel(ref.union),
+    "parallel tli": parallel(ref.tli),
+    "parallel push_forward": parallel(ref.push_forward),
 }
 RULES = {"token": ref.token_rule, "block": ref.block_rule}
 
@@ -286,9 +300,24 @@ def low_confidence_dropped(w: World, c: tuple[int, ...], k: int, chance: Chance)
         yield proposal
 
 
+def another_place(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:
+    """A parallel drafter's token comes with the row of the next place. Biased."""
+    q = at_once(w, c)
+    drawn = 0
+    for proposal in ref.push_forward(w.pair, q, k, chance):
+        if proposal.row.max() == 1.0:  # certain
+            yield proposal
+            continue
+        drawn += 1
+        following = ref.push_forward(w.pair, lambda _: q((0,) * drawn), 1, chance)  # noqa: B023
+        yield Proposal(proposal.token, next(following).row)
+
+
 @pytest.mark.parametrize(
     ("draft", "rule", "k"),
     [
+        (another_place, ref.token_rule, 2),
+        (another_place, ref.block_rule, 2),
         (fresh_rest, ref.token_rule, 2),
         (exact_decompositions, ref.token_rule, 2),
         (DRAFTS["union"], null_then_target, 2),
