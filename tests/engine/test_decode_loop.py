@@ -24,7 +24,8 @@ from vllm_hetero_spec.engine.drafter import draft_batch, token_healing
 from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
-from vllm_hetero_spec.engine.drafter.recording import idle_prefill
+from vllm_hetero_spec.engine.drafter.parallel import make_parallel
+from vllm_hetero_spec.engine.drafter.recording import idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_healing import TokenHealing
@@ -34,12 +35,15 @@ from vllm_hetero_spec.text.context import IdentityContext
 from vllm_hetero_spec.text.drafts import FirstToken
 
 LOOKAHEAD, REQUESTS = 3, 8
+MASK, PLACES = 0, 5  # of a parallel drafter; the mask is never drafted
 
 
 class World:
     """A drafter, and the requests for which it drafts."""
 
-    def __init__(self, *, sampled: bool = False, token_healing: bool = False) -> None:
+    def __init__(
+        self, *, sampled: bool = False, token_healing: bool = False, parallel: bool = False
+    ) -> None:
         first = torch.arange(VOCAB)
         method = SampledMethod(TokenMap(first, VOCAB), torch.ones(VOCAB).long(), lambda d: (d,))
         self.model = ToyDrafterModel()
@@ -51,6 +55,8 @@ class World:
             confidences=True,
             back=token_healing,
         )
+        if parallel:
+            make_parallel(self.drafter, MASK, PLACES)
         bridge: Any = SimpleNamespace(identity=True)  # `row` admits the requests
         self.healing = TokenHealing(self.drafter, bridge)
         self.drafter.extensions.append(self.healing)
@@ -187,6 +193,60 @@ def test_graphs_draft_as_without(
     assert (vain > 3) if often > 1 else (0 < vain < 10) if optimistic else vain == 0
     assert (short > 10) if few == 2 else short == 0
     assert (eager.drafter.restarted_rounds, eager.healing.shortened_drafts) == (0, 0)
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("often", [2.0, 0.3])
+def test_a_parallel_draft_is_one_replay(
+    in_graph: bool, often: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random rounds with graphs give the drafts of an eager parallel drafter.
+
+    A replaced first token changes no later token, so no draft is shortened.
+    """
+    monkeypatch.setattr(token_healing, "_OFTEN", often)
+    chance = random.Random(3)
+    eager, recorded = (World(token_healing=True, parallel=True) for _ in range(2))
+    graphs = record(recorded, in_graph=in_graph, sizes=(1, 2, 4))
+    recorded.drafter.waits = True
+    texts: dict[str, list[int]] = {}
+    replayed = moved = 0
+    for number in range(60):
+        while len(texts) < chance.randint(1, 4):
+            texts[str(len(texts) + 100 * number)] = chance.choices(range(1, VOCAB), k=20)
+        batch = chance.sample(sorted(texts), chance.randint(1, len(texts)))
+        steps = [chance.choice((1, 3, PLACES)) for _ in batch]
+        wanted = {name: choice(chance) for name in batch if chance.random() < 0.3}
+        drafted, before = [], graphs.replays
+        known = [eager.states[name].num_kv_valid if name in eager.states else 0 for name in batch]
+        most = max(len(texts[name]) - count for name, count in zip(batch, known, strict=True))
+        for world in (eager, recorded):
+            rows = [
+                world.row(name, texts[name], count, wanted.get(name))
+                for name, count in zip(batch, steps, strict=True)
+            ]
+            drafted.append(world.drafter.run(rows))
+        alike(*drafted)
+        if most <= 8:
+            assert graphs.replays == before + 1
+            replayed += 1
+        for name, tokens in zip(batch, drafted[0], strict=True):
+            if tokens.known:
+                moved += 1
+                for world in (eager, recorded):
+                    world.states[name].num_kv_valid -= 1
+            assert eager.states[name].sequence.kv_ids == recorded.states[name].sequence.kv_ids
+            texts[name] += tokens.tokens[bool(tokens.known) : chance.randint(1, len(tokens.tokens))]
+            texts[name] += chance.choices(range(1, VOCAB), k=1)
+            if len(texts[name]) > 100 or chance.random() < 0.05:
+                del texts[name]
+                eager.close(name)
+                recorded.close(name)
+    assert min(replayed, moved) > 10
+    assert recorded.drafter.forwards == 60
+    assert recorded.drafter.restarted_rounds == recorded.healing.shortened_drafts == 0
+    idle_step(recorded.drafter, 2)
+    assert graphs.replays == recorded.drafter.replays
 
 
 @pytest.mark.full

@@ -90,7 +90,7 @@ class World:
             back=True,
         )
         if parallel:
-            make_parallel(self.drafter, MASK)
+            make_parallel(self.drafter, MASK, places=6)
         if graphs:
             shapes = [(size, width) for size in (1, 4, 8) for width in (1, 4, 8)]
             support = GraphSupport(chance.random() < 0.5, several_tokens=True)
@@ -152,15 +152,15 @@ class World:
         base = text[:-1] if tokens.known else text
         drafted = tokens.tokens
         assert 0 < len(drafted) <= row.steps
-        whole = self.drafter.steps.whole
-        assert row.sequence.kv_ids == ([*base] if whole else [*base, *drafted[:-1]])
+        parallel = self.drafter.parallel
+        assert row.sequence.kv_ids == ([*base] if parallel else [*base, *drafted[:-1]])
         self.seen["drafts"] += 1
         self.seen["in the place of the last"] += bool(tokens.known)
         self.seen["rounds that go on"] += text != state.context.ids
         if row.task.penalty is not None or tokens.proposal is not None:
             self.seen["own picks"] += 1
             return
-        if whole:
+        if parallel:
             best = self.best((*text, *[MASK] * (row.steps - 1)))
             assert drafted[1:] == best[len(text) :]
             return

@@ -14,13 +14,13 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
-from vllm_hetero_spec.engine.drafter.recorded_steps import Graphs, RecordedSteps
+from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
-from vllm_hetero_spec.staging import Receiver, Send, Sender, Stopwatch
+from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
 
 # packets; upper bound for sampling, penalties and extensions in one round.
 _OWN_PACKETS = 8
@@ -38,6 +38,7 @@ class Drafter:
     Attributes:
         extensions: Optional features of the rounds.
         steps: Runs the forwards of a round.
+        send_plan: Sends the plan of a round to the device.
         send: Sends arrays to the device in the middle of a round.
         most_steps: Largest number of drafter tokens per request and round.
         waits: True on a device, where reading a result synchronizes.
@@ -56,7 +57,7 @@ class Drafter:
         self.forwards = self.restarted_rounds = 0
         self.waits, self.may_wait = device.type != "cpu", False
         self.stopwatch = Stopwatch(device)
-        self._send = Sender(device).send
+        self.send_plan = Sender(device).send
         self.send = Sender(device, _OWN_PACKETS).send
         most = self.most_steps, max_requests
         with torch.inference_mode(mode=False):
@@ -66,14 +67,14 @@ class Drafter:
         self.planner = Planner(model.block_size)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._forwards = Forwards(model, rules, Sender(device).send)
-        self.steps: Steps = EagerSteps(model, rules, self._send, picked)
-        self._wrap: Callable[[Steps], Steps] = lambda steps: steps
+        self.steps: Steps = EagerSteps(model, rules, self.send_plan, picked)
+        self._wrap: Callable[[Steps, GraphPlan | None], Steps] = lambda steps, _: steps
         self._round: Round | None = None
 
-    def make_parallel(self, wrap: Callable[[Steps, Send], Steps]) -> None:
-        """Run rounds by `wrap(steps, send)`, also after graphs are recorded."""
-        self._wrap = lambda steps: wrap(steps, self._send)
-        self.steps = self._wrap(self.steps)
+    def wrap_steps(self, wrap: Callable[[Steps, GraphPlan | None], Steps]) -> None:
+        """Run rounds by `wrap(steps, None)`, and by `wrap(steps, plan)` after recording graphs."""
+        self._wrap = wrap
+        self.steps = wrap(self.steps, None)
 
     def record(
         self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
@@ -83,9 +84,17 @@ class Drafter:
         # of its catch-up forwards would run eagerly.
         self.rules = replace(self.rules, back=self.rules.back and support.several_tokens)
         recorded = RecordedSteps(
-            self.model, self.rules, self._send, self.steps.picked, graphs, shapes, support
+            self.model, self.rules, self.send_plan, self.steps.picked, graphs, shapes, support
         )
-        self.steps = self._wrap(recorded)
+        self.steps = self._wrap(recorded, GraphPlan(graphs, shapes, support))
+
+    @property
+    def parallel(self) -> bool:
+        """True if one forward predicts all tokens of a round.
+
+        The drafter then does not read its draft tokens, so they have no KV.
+        """
+        return self.steps.places > 1
 
     @property
     def forward_seconds(self) -> float:
@@ -133,7 +142,7 @@ class Drafter:
         current, self._round = self._round, None
         assert current is not None
         if True in [extension.restarts(current) for extension in self.extensions]:
-            self.restarted_rounds += current.taken > 0 and not self.steps.whole
+            self.restarted_rounds += current.taken > 0 and not self.parallel
             self._take_steps(current, None)
         drafted = [DrafterTokens([])] * len(current.rows)
         if current.taken:
@@ -141,7 +150,7 @@ class Drafter:
             stepwise = current.drafted(rules.confidences, rules.ends, rules.sampling)
             drafted[: current.plan.active[0]] = stepwise
             for row, tokens in zip(current.rows, stepwise, strict=False):
-                if not self.steps.whole:  # the last draft token was not fed, so it has no KV
+                if not self.parallel:  # the last draft token was not fed, so it has no KV
                     row.sequence.kv_ids += tokens.tokens[:-1]
         for extension in self.extensions:
             extension.collect(current, drafted)
@@ -177,7 +186,7 @@ class Drafter:
     def _take_steps(self, current: Round, control: Control | None) -> None:
         """Queue all steps after catch-up, and the copy of the picked tokens to the host."""
         current.taken = 1
-        if control is None or not control.can_stop_early or self.steps.whole:
+        if control is None or not control.can_stop_early or self.parallel:
             with self.stopwatch:
                 for number in range(1, current.plan.steps):
                     self._take_step(current, number)
@@ -196,7 +205,7 @@ class Drafter:
     def _take_step(self, current: Round, number: int) -> None:
         self._pick(current, number, self.steps.step(number))
         current.taken += 1
-        self.forwards += not self.steps.whole
+        self.forwards += not self.parallel
 
     def _pick(self, current: Round, number: int, logits: torch.Tensor) -> None:
         current.own.pick(logits, self.steps.picked, number)

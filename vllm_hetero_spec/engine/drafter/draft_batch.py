@@ -156,7 +156,7 @@ class DraftBatchRunner:
                 now - then for now, then in zip(self._counts(), current.before, strict=True)
             )
             forwards, picked, caught_up, completed = map(int, counts)
-            if self._drafter.steps.whole:  # the time of a forward depends on the requests alone
+            if self._drafter.parallel:  # the time of a forward depends on the requests alone
                 picked = sum(row.steps > 0 for row in current.rows)
             overhead = max(0.0, took - seconds - apart)
             timing = DraftTiming(seconds, overhead, forwards, picked, caught_up, completed, apart)
@@ -270,7 +270,7 @@ class DraftBatchRunner:
         """Plan another round for a draft that is too short. Return True if one is planned."""
         row, drafted = made.row, made.drafted
         missing = row.task.lookahead - len(made.proposal)
-        if self._drafter.waits or self._drafter.steps.whole or missing <= 0:
+        if self._drafter.waits or self._drafter.parallel or missing <= 0:
             return False
         stopped = len(drafted) < made.steps  # logits were not finite, or the controller stopped
         ended = not self._bridge.drafter_eos.isdisjoint(drafted)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make drafts in the worker process, between two steps of the target."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,8 @@ class InlineSource:
         lookahead = options.num_speculative_tokens
         self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
         if mask is not None:
-            make_parallel(self.drafter, mask)
+            places = 1 + math.ceil(lookahead * max(1.0, pair.bridge.tokens_ratio))
+            make_parallel(self.drafter, mask, places)
         self.drafter.may_wait = scheduler.async_scheduling  # `begin` and `finish` run together
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
         # vLLM's sleep mode allocator keeps freed memory, so that graphs could not use it.

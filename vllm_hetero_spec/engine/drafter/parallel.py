@@ -16,53 +16,76 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
+from vllm_hetero_spec.engine.drafter.recorded_parallel import RecordedParallel
+from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan
 from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch, real_tokens
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 from vllm_hetero_spec.staging import Send
 
 
-def make_parallel(drafter: Drafter, mask: int) -> None:
-    """Let a drafter predict all tokens of a round in one forward, by `mask` tokens."""
-    drafter.make_parallel(
-        lambda steps, send: ParallelSteps(steps, drafter.model, drafter.rules, send, mask)
-    )
+def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
+    """Let a drafter predict all tokens of a round in one forward.
+
+    Args:
+        mask: Id of its mask token.
+        places: Tokens of an ordinary round. Graphs are recorded for so many.
+    """
+
+    def wrap(steps: Steps, recorded: GraphPlan | None = None) -> Steps:
+        model, rules = drafter.model, drafter.rules
+        graphs = None
+        if recorded is not None:
+            graphs = RecordedParallel(model, rules, steps.picked, mask, places, recorded)
+        return ParallelSteps(steps, model, rules, drafter.send_plan, mask, places, graphs)
+
+    drafter.wrap_steps(wrap)
 
 
 class ParallelSteps:
     """Runs a round by one forward; implements `Steps`. Rounds of one step run by `inner`."""
 
-    whole = True
-
     def __init__(
-        self, inner: Steps, model: DrafterModel, rules: PickConfig, send: Send, mask: int
+        self,
+        inner: Steps,
+        model: DrafterModel,
+        rules: PickConfig,
+        send: Send,
+        mask: int,
+        places: int,
+        graphs: RecordedParallel | None,
     ) -> None:
         self._inner, self._model, self._rules, self._send = inner, model, rules, send
-        self._mask, self.picked = mask, inner.picked
+        self._mask, self.picked, self._graphs = mask, inner.picked, graphs
+        self.places = places
         self._logits: Sequence[torch.Tensor] = ()
 
     @property
     def replays(self) -> int:
-        return self._inner.replays
+        return self._inner.replays + (0 if self._graphs is None else self._graphs.replays)
 
     @property
     def forks(self) -> torch.Tensor:
         return self._inner.forks
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
-        return Shape()
+        return Shape() if self._graphs is None else self._graphs.shape(count, pending, context)
 
     def widths(self, count: int) -> Sequence[int]:
         return self._inner.widths(count)
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
-        if plan.steps == 1:
+        if plan.steps == 1 and not plan.uniform:
             return self._inner.begin(plan)
+        counts = [plan.count, *plan.active[1:]]
+        if self._graphs is not None and self._graphs.replays_round(plan):
+            behind = self._graphs.begin(plan)
+            self._logits = [self._graphs.logits(step, n) for step, n in enumerate(counts)]
+            return behind
         real_tokens(plan.feed.tokens, self._rules)
         feed, rows, lengths = with_masks(plan, self._mask)
         sent = self._send(feed.tokens, feed.starts, lengths, plan.table[: plan.count], rows)
         logits = self._rules.only_real(self._model.forward(ragged_batch(sent, feed, lengths)))
-        counts = [plan.count, *plan.active[1:]]
         self._logits = logits[: sum(counts)].split(counts)
         for number, each in enumerate(self._logits):
             self.picked.best(each, number)
@@ -87,11 +110,13 @@ def with_masks(plan: RoundPlan, mask: int) -> tuple[BatchFeed, np.ndarray, np.nd
             request, then of the masks, step after step, each for the `active` rows of `plan`; then,
             if the feed is `back`, those of the tokens before the last ones.
     """
-    feed, active = plan.feed, np.array(plan.active[1:])
+    feed, active = plan.feed, np.array(plan.active[1:], np.int64)
+    starts = feed.starts[: plan.count + 1]  # without idle rows
+    feed = feed._replace(tokens=feed.tokens[:, : starts[-1]], starts=starts)
     requests = np.arange(plan.count)
     masks = (active[:, None] > requests).sum(0)  # of each request
     own = requests.repeat(masks)
-    steps = 1 + np.concatenate([np.arange(count) for count in masks])
+    steps = 1 + np.concatenate([np.arange(count) for count in masks]).astype(np.int64)
     places = plan.places[steps, :, own].T
     ids = np.full((1, len(own)), mask)
     tokens = np.insert(feed.tokens, feed.starts[1:][own], np.concatenate([ids, places]), axis=1)

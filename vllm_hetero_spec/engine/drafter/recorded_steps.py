@@ -38,6 +38,14 @@ class Graphs(Protocol):
         """Record the operations of `work`; return a function that replays them and keeps `work`."""
 
 
+class GraphPlan(NamedTuple):
+    """What to record: shapes (requests, tokens per request), for a drafter with this support."""
+
+    graphs: Graphs
+    shapes: Sequence[tuple[int, int]]
+    support: GraphSupport
+
+
 class StaticTensors:
     """The static tensors of rounds of up to B requests.
 
@@ -193,7 +201,7 @@ class RecordedSteps:
     `shapes` are (requests, tokens per request) to record. A longer catch-up runs eagerly.
     """
 
-    whole = False
+    places = 1
 
     def __init__(
         self,

@@ -37,10 +37,11 @@ _WARM_UPS = 2
 
 @torch.inference_mode()
 def idle_step(drafter: Drafter, batch: int) -> None:
-    """Queue one decode step of a batch size."""
+    """Queue one decode step of a batch size, or a round of a parallel drafter."""
     planner, steps = drafter.planner, drafter.steps
-    nowhere, shape = planner.nowhere([1] * batch), steps.shape(batch, 1, 1)
-    steps.begin(planner.plan(nowhere, [[0]] * batch, [1] * batch, *shape))
+    pending = 1 + drafter.parallel  # the fewest for which there is a graph
+    nowhere, shape = planner.nowhere([pending] * batch), steps.shape(batch, pending, pending)
+    steps.begin(planner.plan(nowhere, [[0] * pending] * batch, [steps.places] * batch, *shape))
 
 
 @torch.inference_mode()

@@ -46,14 +46,14 @@ class Steps(Protocol):
     """Runs a round's forwards, and writes each row's likeliest token to `picked`.
 
     Attributes:
-        whole: True if `begin` computes all steps of a round (`parallel.py`). The drafter then does
-            not read its draft tokens, and they have no KV.
+        places: Number of tokens that one forward predicts. If there are several, `begin` computes
+            all steps of a round (`parallel.py`).
         replays: Number of forwards that replayed a graph.
         forks: `RoundPlan.forks` on the device.
     """
 
     picked: PickBuffers
-    whole: bool
+    places: int
 
     @property
     def replays(self) -> int: ...
@@ -145,7 +145,7 @@ class _Sent(NamedTuple):
 class EagerSteps:
     """Runs rounds of any shape without graphs; implements `Steps`."""
 
-    whole = False
+    places = 1
 
     def __init__(
         self, model: DrafterModel, rules: PickConfig, send: Send, picked: PickBuffers

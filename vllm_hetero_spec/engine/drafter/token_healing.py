@@ -150,7 +150,7 @@ class TokenHealing(RoundExtension):
         if not current.taken:
             self._replace(current, others)
             return True
-        few = current.plan.active[0] <= _FEW or self._drafter.steps.whole
+        few = current.plan.active[0] <= _FEW or self._drafter.parallel
         if others and few:
             self._replace(current, others)
             self._drafter.steps.again()

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of a parallel drafter by one CUDA graph replay, recorded once per shape.
+
+A graph reads P - 1 masks behind the pending ids of each request, and picks P tokens of each. A
+request that drafts fewer tokens ignores the others, and their masks write no KV.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
+from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, Work
+from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, real_tokens
+from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
+from vllm_hetero_spec.staging import Mirror
+
+# Pending ids per request in a graph: those that the target has just written, and a few more.
+_PENDING = (2, 4, 8, 16)
+_MOST_TOKENS = 512  # of all requests in a graph, which bounds its memory
+
+
+class _Recording(NamedTuple):
+    """A graph of one shape. `keep` must live as long."""
+
+    batch: ForwardBatch
+    replay: Work
+    keep: object
+
+
+class _Tensors:
+    """The static tensors of all graphs of a drafter, for up to `size` requests.
+
+    Args:
+        tokens: Tokens of the largest graph.
+        places: P.
+
+    Attributes:
+        logits: [B, P, V_D], logits of the P tokens of each request.
+        last: [B, V_D], logits at the position of the last pending id.
+    """
+
+    def __init__(
+        self, model: DrafterModel, rules: PickConfig, size: int, tokens: int, places: int
+    ) -> None:
+        self._model, self._rules, self._places = model, rules, places
+        device = model.device
+        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
+        with torch.inference_mode(mode=False):
+            arrays: list[tuple[tuple[int, ...], type[np.number]]]
+            arrays = [((3, tokens), np.int64), ((size,), np.int32), ((size, blocks), np.int32)]
+            self.mirror = Mirror(device, arrays)
+            self._fed, self._sent_lengths, self._table = self.mirror.there
+            self._ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+            self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+            self._slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
+            self._lengths = torch.ones(size, dtype=torch.int32, device=device)
+            self._own = PickBuffers(1, size * places, device, confidences=rules.confidences)
+            with torch.inference_mode():
+                like = rules.only_real(model.forward(self.batch(1, _PENDING[0])))
+            shape = size, places, like.shape[1]
+            self.logits = torch.zeros(shape, dtype=like.dtype, device=device)
+            self.last = torch.zeros((size, like.shape[1]), dtype=like.dtype, device=device)
+
+    def batch(self, size: int, pending: int) -> ForwardBatch:
+        """Return a forward; its `rows` are the last two pending ids and the masks."""
+        width, model = pending + self._places - 1, self._model
+        starts = torch.arange(0, size * width + 1, width, dtype=torch.int32)
+        rows = starts[:-1, None].long() + torch.arange(pending - 2, width)
+        return ForwardBatch(
+            ids=self._ids[: size * width],
+            positions=self._positions[: size * width],
+            slots=self._slots[: size * width],
+            starts=starts.to(model.device),
+            starts_cpu=starts,
+            lengths=self._lengths[:size],
+            lengths_cpu=torch.full((size,), model.max_length, dtype=torch.int32),
+            table=self._table[:size],
+            max_query=width,
+            max_length=model.max_length,
+            rows=rows.flatten().to(model.device),
+        )
+
+    def clear(self, pending: int) -> None:
+        """Set valid lengths, and slots that write no KV. A graph is recorded over them."""
+        for slots in (self._slots, self._fed[2]):
+            slots.fill_(NOWHERE)
+        for lengths in (self._lengths, self._sent_lengths):
+            lengths.fill_(pending + self._places - 1)
+
+    def move(self, size: int, pending: int) -> None:
+        """Copy what was sent to the input."""
+        tokens = size * (pending + self._places - 1)
+        for of, sent in zip((self._ids, self._positions, self._slots), self._fed, strict=True):
+            of[:tokens].copy_(sent[:tokens])
+        self._lengths[:size].copy_(self._sent_lengths[:size])
+
+    def pick(self, logits: torch.Tensor, size: int, picked: PickBuffers) -> None:
+        """Keep the logits [size * (1 + P), V_D], and pick P tokens of each request."""
+        rows = self._rules.only_real(logits).view(size, 1 + self._places, -1)
+        self.last[:size].copy_(rows[:, 0])
+        kept = self.logits[:size]
+        kept.copy_(rows[:, 1:])
+        count = size * self._places
+        self._own.best(kept.view(count, -1), 0)
+        found = self._own.packet[0, :, :count].view(-1, size, self._places)
+        picked.kept[: self._places, :, :size].copy_(found.permute(2, 0, 1))
+
+
+class RecordedParallel:
+    """Records and replays the rounds of one drafter.
+
+    Args:
+        mask: Id of its mask token.
+        places: P.
+        recorded: `shapes` has the numbers of requests to record.
+
+    Attributes:
+        replays: Number of forwards so far.
+    """
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        rules: PickConfig,
+        picked: PickBuffers,
+        mask: int,
+        places: int,
+        recorded: GraphPlan,
+    ) -> None:
+        self._model, self._rules, self._picked = model, rules, picked
+        self._mask, self._places, self._in_graph = mask, places, recorded.support.in_graph
+        self.replays = 0
+        sizes = sorted({size for size, _ in recorded.shapes})
+        self._widths = {
+            size: [of for of in _PENDING if size * (of + places - 1) <= _MOST_TOKENS]
+            for size in (sizes if recorded.support.several_tokens else ())
+        }
+        shapes = [(size, pending) for size, of in self._widths.items() for pending in of]
+        self._recordings: dict[tuple[int, int], _Recording] = {}
+        if shapes:
+            tokens = max(size * (pending + places - 1) for size, pending in shapes)
+            self._on = _Tensors(model, rules, max(shapes)[0], tokens, places)
+        with torch.inference_mode():
+            for size, pending in sorted(shapes, reverse=True):
+                self._recordings[size, pending] = self._record(recorded.graphs, size, pending)
+
+    def shape(self, count: int, pending: int, context: int) -> Shape:
+        """Return the shape to plan a round with, as `Steps.shape`; width 0 without a graph."""
+        size = next((size for size in self._widths if size >= count), 0)
+        fitting = (width for width in self._widths.get(size, ()) if pending <= width <= context)
+        width = next(fitting, 0)
+        return Shape(size, width) if width else Shape()
+
+    def replays_round(self, plan: RoundPlan) -> bool:
+        """Return True if a round fits a graph."""
+        longest = int(plan.lengths[0].max()) + self._places - 1
+        fits = plan.steps <= self._places and longest <= self._model.max_length
+        return plan.uniform and fits and (len(plan.table), plan.feed.most) in self._recordings
+
+    def begin(self, plan: RoundPlan) -> CaughtUp:
+        """Run a round, and pick its tokens."""
+        size, pending = len(plan.table), plan.feed.most
+        recording, lengths = self._recordings[size, pending], self._put(plan)
+        self.replays += 1
+        if self._in_graph:
+            recording.replay()
+        else:
+            self._on.move(size, pending)
+            batch = recording.batch._replace(
+                lengths_cpu=torch.from_numpy(lengths), max_length=int(lengths.max())
+            )
+            with self._model.context(self._model.metadata(batch), batch):
+                recording.replay()
+        last = self._on.last[: plan.count] if plan.feed.back else None
+        return CaughtUp(self.logits(0, plan.count), last)
+
+    def logits(self, step: int, count: int) -> torch.Tensor:
+        """Return the logits [count, V_D] of a step of the last round."""
+        return self._on.logits[:count, step]
+
+    def _record(self, graphs: Graphs, size: int, pending: int) -> _Recording:
+        on, batch = self._on, self._on.batch(size, pending)
+        on.clear(pending)
+        metadata = self._model.metadata(batch, to_capture=True)
+
+        def work() -> None:
+            if self._in_graph:
+                on.move(size, pending)
+                self._model.update(metadata)
+            on.pick(self._model.logits(batch), size, self._picked)
+
+        with self._model.context(metadata, batch):
+            return _Recording(batch, graphs.capture(work), metadata)
+
+    def _put(self, plan: RoundPlan) -> np.ndarray:
+        """Send a round in one packet. Return the lengths of the sequences, int32 [B]."""
+        size, pending, masks = len(plan.table), plan.feed.most, self._places - 1
+        tokens = np.empty((3, size, pending + masks), np.int64)
+        known = real_tokens(plan.feed.tokens, self._rules).reshape(3, size, pending)
+        ids, positions, slots = tokens
+        tokens[:, :, :pending] = known
+        ids[:, pending:] = self._mask
+        positions[:, pending:] = known[1, :, -1:] + np.arange(1, masks + 1)
+        slots[:, pending:] = NOWHERE
+        slots[:, pending : pending + plan.steps - 1] = plan.places[1:, 1].T
+        lengths = plan.lengths[0] + np.int32(masks)
+        fed, sent_lengths, table = self._on.mirror.write()
+        fed[:, : tokens[0].size] = tokens.reshape(3, -1)
+        sent_lengths[:size] = lengths
+        table[:size, : plan.table.shape[1]] = plan.table
+        self._on.mirror.send(size)
+        return lengths
