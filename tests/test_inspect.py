@@ -226,6 +226,19 @@ def test_methods_are_ones_that_run(capsys: pytest.CaptureFixture[str], pair: lis
     assert methods["temperature_1"][0]["method"] == "slrs"
 
 
+def test_a_parallel_drafter_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, pair: list[str]
+) -> None:
+    """Its configuration has the id of its mask token."""
+    drafter = tmp_path / "parallel"
+    shutil.copytree(pair[1], drafter)
+    (drafter / "config.json").write_text(json.dumps({"model_type": "llama", "pard_token": 7}))
+    assert main(["inspect", pair[0], str(drafter)]) == 0
+    assert "parallel: one forward writes a draft, by mask token 7" in capsys.readouterr().out
+    assert main(["inspect", *pair]) == 0
+    assert "mask token" not in capsys.readouterr().out
+
+
 def test_chat_templates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     special = (END, "<|user|>", "<|im_start|>", "<|im_end|>")
     chat = {"eos_token": END, "chat_template": CHATML}

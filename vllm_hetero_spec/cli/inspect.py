@@ -16,6 +16,7 @@ from vllm_hetero_spec.bench.tables import print_json
 from vllm_hetero_spec.cli.pair_tables import show
 from vllm_hetero_spec.draft.methods import order
 from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.inputs.model_folder import mask_token, text_config
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.text.bridge import make_bridge
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
             }
             source = str(arguments.text or "built-in")
             found = _findings(opened["target"], opened["drafter"], documents, source)
+            found["drafter"]["mask_token"] = _mask_token(arguments.drafter, trust)
     finally:
         if collects:
             gc.enable()
@@ -82,6 +84,16 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(found)
     else:
         show(found, opened, Console())
+
+
+def _mask_token(drafter: str, trust_remote_code: bool) -> int | None:
+    """Return the mask token of a parallel drafter; None if there is none, or no configuration."""
+    if Path(drafter).expanduser().is_file():
+        return None
+    try:
+        return mask_token(text_config(str(Path(drafter).expanduser()), trust_remote_code))
+    except ConfigError:
+        return None
 
 
 def _documents(file: Path | None) -> list[str]:

@@ -37,6 +37,8 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
     }
     for name, side in sides.items():
         say(console, f"{name:8} {side['name']}")
+    if (mask := found["drafter"]["mask_token"]) is not None:
+        say(console, f"         parallel: one forward writes a draft, by mask token {mask}")
     console.print(side_by_side(_VOCABULARY, sides, "vocabularies"))
     console.print(_intersection(found))
     text = found["text"]
