@@ -57,7 +57,10 @@ class _Tensors:
             self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
             self._slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
             self._lengths = torch.ones(size, dtype=torch.int32, device=device)
-            self._own = PickBuffers(1, size * places, device, confidences=rules.confidences)
+            self._own = PickBuffers(
+                1, size * places, device, confidences=rules.confidences, beside=rules.beside
+            )
+            self._own.wide = rules.beside > 0
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(1, _PENDING[0])))
             shape = size, places, like.shape[1]
@@ -106,7 +109,7 @@ class _Tensors:
         count = size * self._places
         self._own.best(kept.view(count, -1), 0)
         found = self._own.packet[0, :, :count].view(-1, size, self._places)
-        picked.kept[: self._places, :, :size].copy_(found.permute(2, 0, 1))
+        picked.packet[: self._places, :, :size].copy_(found.permute(2, 0, 1))
 
 
 class RecordedParallel:

@@ -214,7 +214,6 @@ def parallel_mask(config: ModelConfig, options: HeteroOptions) -> int | None:
         )
     for key, found in (
         ("method", "slrs" if options.method == "slrs" else None),
-        ("tree_nodes", options.tree_nodes),
         ("draft_ahead", options.draft_ahead),
     ):
         if found:

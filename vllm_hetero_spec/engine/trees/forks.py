@@ -7,6 +7,9 @@ are wrong most often at the first tokens. The positions are known before draftin
 planned, sent and captured like chains. Before it leaves the chain, a fork is fed the chain's tokens
 into its own KV. Measured on a pair of code models: with two forks, trees accept within 3 % of trees
 that feed the best nodes in every step.
+
+A parallel drafter predicts each position from the text alone. Its forks share the chain's later
+tokens as well, so they need neither KV nor a forward.
 """
 
 import time
@@ -19,7 +22,12 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
-from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, TopCandidates
+from vllm_hetero_spec.engine.drafter.tasks import (
+    DrafterTokens,
+    DraftRow,
+    DraftTask,
+    TopCandidates,
+)
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.trees.drafts import BranchTokens, DrafterBranch, TreeDrafts
 from vllm_hetero_spec.text.bridge import Bridge
@@ -61,7 +69,7 @@ class TreeBranches(RoundExtension):
         If buffers or graphs have no room for all forks, the rows with the most get fewer.
         """
         self._forks, self._lent, self._found = {}, [], {}
-        if all(row.task.paths <= 1 for row in rows):
+        if self._drafter.parallel or all(row.task.paths <= 1 for row in rows):
             return
         # Forks of sampled requests draw in the same batch, so all these rows must end together.
         together = len({row.steps for row in rows if row.task.draw is not None and row.steps}) == 1
@@ -111,7 +119,9 @@ class TreeBranches(RoundExtension):
                 found = self._found[row.task.state.req_id] = BranchTokens(row.task)
             found.chain += tokens.tokens
             found.beside.append(tokens.beside)
-            if current.plan.forks.size and index not in current.shortened:
+            if self._drafter.parallel:
+                found.forks = _beside_a_parallel_draft(row.task, tokens.tokens, tokens.beside)
+            elif current.plan.forks.size and index not in current.shortened:
                 found.forks = _branches(current, index)
                 own = [len(branch.tokens) - branch.leaves for branch in found.forks]
                 self._stats.drafter_tokens += sum(own)
@@ -164,6 +174,18 @@ class TreeBranches(RoundExtension):
         steps = self._drafter.steps
         size, recorded = steps.picked.packet.shape[2], steps.shape(1, 1, 1).size > 0
         return places <= size and (not recorded or steps.shape(places, 1, 1).size > 0)
+
+
+def _beside_a_parallel_draft(
+    task: DraftTask, chain: Sequence[int], beside: TopCandidates
+) -> list[DrafterBranch]:
+    """Return the branches that have the second candidate in the place of one chain token."""
+    others = list(map(int, (beside.tokens if task.draw is None else beside.fed)[:, _SECOND]))
+    return [
+        DrafterBranch([*chain[:leaves], others[leaves], *chain[leaves + 1 :]], beside, leaves)
+        for leaves in range(min(task.paths, len(chain)) - 1)
+        if others[leaves] != chain[leaves]
+    ]
 
 
 def _branches(current: Round, index: int) -> list[DrafterBranch]:
