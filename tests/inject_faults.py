@@ -46,6 +46,7 @@ LAW = "Other temperatures: the distribution of the target"
 SEED = "`race`: a seed gives the same output"
 FUZZY = "`fuzzy` reports its bound"
 TREES = "Draft trees change nothing but speed"
+PARALLEL = "A parallel drafter writes a draft in one forward"
 PROCESS = "`draft_ahead` changes nothing but speed"
 HARMLESS = "A fault of the drafter costs no request"
 UNCHANGED = "An engine without our method is unchanged"
@@ -143,6 +144,25 @@ FAULTS = [
         "self._copy(pairs)",
         "self._copy([])",
         (f"{ON_V2}[tree_runs.py::{SAME}[small blocks]]",),
+    ),
+    Fault(
+        PARALLEL,
+        "masks are read at the positions of the tokens before them",
+        f"{PACKAGE}/engine/drafter/parallel.py",
+        "places = plan.places[steps, :, own].T",
+        "places = plan.places[steps - 1, :, own].T",
+        (
+            "engine/test_parallel_drafter.py::test_a_perfect_drafter_is_accepted_whole",
+            "engine/test_kv_of_texts.py::test_kv_is_that_of_the_text[False-5-True-False]",
+        ),
+    ),
+    Fault(
+        PARALLEL,
+        "draft tokens count as text that the drafter has read",
+        f"{PACKAGE}/engine/drafter/decode_loop.py",
+        "if not self.parallel:  # the last draft token",
+        "if True:  # the last draft token",
+        ("engine/test_kv_of_texts.py::test_kv_is_that_of_the_text[False-0-True-True]",),
     ),
     Fault(
         PROCESS,
