@@ -233,15 +233,15 @@ def test_a_parallel_drafter_is_recognized(demo_pair: Path, tmp_path: Path, key: 
     name = with_config(demo_pair / "drafter", tmp_path, **{key: 7})
     target = target_config(demo_pair).model_config
 
-    def mask(**keys: Any) -> int | None:
-        given = HeteroOptions("hetero", name, 4, **keys)
+    def mask(method: str = "hetero", **keys: Any) -> int | None:
+        given = HeteroOptions(method, name, 4, **keys)
         return parallel_mask(drafter_model_config(given, target), given)
 
     assert mask() == mask(parallel_drafting=True) == 7
     assert mask(parallel_drafting=False) is None
-    assert mask(parallel_drafting=False, draft_ahead=True) is None
-    with pytest.raises(ConfigError, match=r"^draft_ahead is True, .* leave draft_ahead out"):
-        mask(draft_ahead=True)
+    assert mask("slrs", parallel_drafting=False) is None
+    with pytest.raises(ConfigError, match=r"^method 'slrs' looks ahead .* parallel drafter"):
+        mask("slrs")
 
 
 def test_a_parallel_drafter_that_cannot_be(demo_pair: Path, tmp_path: Path) -> None:

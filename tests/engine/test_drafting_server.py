@@ -27,9 +27,11 @@ from vllm_hetero_spec.engine.ahead.table import DraftRecord, DraftTable, make_fi
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import first_token_sampling
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
+from vllm_hetero_spec.engine.drafter.parallel import make_parallel
 
 SLOTS, LONGEST, BUDGET, SIDES = 6, 12, 24, 4
 SHAPE = SLOTS, LONGEST, SIDES, LONGEST
+MASK = 0  # of a parallel drafter; it is never drafted
 
 ROWS = 2 * SLOTS
 SHAPES = [(size, width) for size in (1, 2, 4, 8, ROWS) for width in (1, 4)]
@@ -43,7 +45,12 @@ class World:
     """A server with a pool of `blocks` KV blocks. Its forwards are eager, or recorded as graphs."""
 
     def __init__(
-        self, blocks: int = 128, ends: frozenset[int] = frozenset(), *, recorded: bool = False
+        self,
+        blocks: int = 128,
+        ends: frozenset[int] = frozenset(),
+        *,
+        recorded: bool = False,
+        parallel: bool = False,
     ) -> None:
         file = make_file(*SHAPE)
         self.table = DraftTable(file, *SHAPE)
@@ -53,6 +60,8 @@ class World:
         sampling = first_token_sampling(TokenMap(PROPOSES, TARGETS), model.device)
         rules: Any = {"sampling": sampling, "confidences": True, "beside": RIVALS}
         drafter = drafter_of(model, 3, ROWS, **rules)
+        if parallel:
+            make_parallel(drafter, MASK, places=LONGEST)
         if recorded:
             drafter.record(TapeGraphs(), SHAPES, GraphSupport(True, several_tokens=True))
         self.pool = KVPool(blocks, SIZE)
@@ -85,9 +94,9 @@ def world() -> World:
     return World()
 
 
-def alone(text: list[int], count: int) -> list[int]:
+def alone(text: list[int], count: int, *, parallel: bool = False) -> list[int]:
     """Return the draft after a text of a server that has no other request."""
-    world = World()
+    world = World(parallel=parallel)
     world.commit(RequestUpdate(0, -1, text, [], count))
     world.work()
     return world.drafted(0).ids
@@ -140,6 +149,37 @@ def test_a_guess_that_comes_true_costs_the_new_tokens_alone(world: World) -> Non
     assert world.model.fed - fed == 2
     assert world.drafted(0).ids == alone([*text, *likeliest.ids[2:]], 2)
     world.commit(closed=(0,))
+    assert world.pool.held == 0
+
+
+def test_a_parallel_drafter_writes_chains_in_one_forward_and_branches_in_another() -> None:
+    """Branches need the guesses of the chain. Each reads its own tokens anew, behind the text."""
+    world = World(parallel=True)
+    texts = [3, 4, 5], [6, 7, 8, 9, 6, 7]
+    world.commit(*(RequestUpdate(slot, -1, text, [], 6) for slot, text in enumerate(texts)))
+    assert world.work() == 1
+    for slot, text in enumerate(texts):
+        assert world.drafted(slot).ids == alone(text, 6, parallel=True)
+        assert len(world.drafted(slot).peaks) == 6
+    ahead, fed = world.drafted(0).ids, world.model.fed
+    told = RequestUpdate(0, 3, ahead[:1], ahead[1:4], 8, at_stake=2, beside=4, guesses=SIDES)
+    world.commit(told)
+    assert world.work() == 1
+    assert world.model.fed - fed < 4 + 8 + SIDES * (3 + 4)
+    whole = [3, 4, 5, *ahead[:4]]
+    assert world.drafted(0).ids == alone(whole, 5, parallel=True)
+    for rank in range(1, 1 + SIDES):
+        side = world.table.read(0, rank)
+        assert side is not None
+        text = [*whole[: 4 + side.place], side.ids[0]]
+        assert side.ids[1:] == alone(text, 3, parallel=True)
+    likeliest = world.table.read(0, 1)
+    assert likeliest is not None
+    text = [*whole[: 4 + likeliest.place], likeliest.ids[0]]
+    world.commit(RequestUpdate(0, 4, text[4:], [], 4, at_stake=2))
+    world.work()
+    assert world.drafted(0).ids == alone(text, 4, parallel=True)
+    world.commit(closed=(0, 1))
     assert world.pool.held == 0
 
 

@@ -5,13 +5,14 @@ Identity, distributions and KV are tested beside those of other drafters: `test_
 `test_sampling.py`, `laws_v2.py`, `test_kv_of_texts.py`.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import position_pair
 import pytest
-from harness import engine, metrics_of, proposer_of, slem
+from harness import engine, metrics_of, patient, proposer_of, slem
 from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
@@ -91,6 +92,20 @@ def test_a_mask_at_another_position_is_caught(llm: Any, monkeypatch: pytest.Monk
     written(llm)
     gained = {name: value - before[name] for name, value in metrics_of(llm).items()}
     assert gained["num_accepted_tokens"] < gained["num_draft_tokens"] / 4
+
+
+def test_drafts_are_made_ahead(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter process drafts while the target verifies. Its drafts are right, too."""
+    core = str(max(os.sched_getaffinity(0)))
+    spec = slem(pair / "parallel", 8, context=1024, draft_ahead=True, drafter_device=core)
+    with engine(pair / "target", spec, max_model_len=320) as llm:
+        patient(llm, monkeypatch)
+        written(llm)
+        gained, stats = metrics_of(llm), read_stats(llm)
+        monkeypatch.undo()
+    assert gained["num_accepted_tokens"] == gained["num_draft_tokens"] > 100
+    assert stats["drafts_ahead"] >= gained["num_drafts"] > 0
+    assert stats["drafter_tokens"] > 5 * stats["forwards"]
 
 
 def test_an_ordinary_drafter_of_the_same_weights(pair: Path) -> None:

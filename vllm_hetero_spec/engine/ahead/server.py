@@ -4,8 +4,9 @@
 Each request has a chain: the drafter's most likely tokens, or sampled ones. Beside it are branches.
 A branch starts with a guess, a token with which the target may leave the chain, and has a fork of
 the chain's KV. A guess is never sampled; it follows from the chain's rows. Each forward adds one
-token to chains and branches, and writes it to the table at once. An update replaces the state of a
-request, and keeps the KV of the chain or branch that agrees longest.
+token to chains and branches, and writes it to the table at once; with a parallel drafter it adds
+all tokens. An update replaces the state of a request, and keeps the KV of the chain or branch that
+agrees longest.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -79,7 +80,7 @@ class DraftingServer:
             text = self._texts.get(row.slot)
             if text is None:
                 text = self._texts[row.slot] = ServerRequest(row.slot, row.salt)
-            text.renew(row, commit.serial, self._pool)
+            text.renew(row, commit.serial, self._pool, parallel=self._drafter.parallel)
             if text.chain.ids:  # drafted while the update was on its way
                 if text.chain.ids[-1] in self._ends:
                     text.chain.wanted = 0
@@ -98,8 +99,8 @@ class DraftingServer:
             self._read += pending
             self._caught_up += max(0, min(pending, unread))
         rows = self._drawn_from(drafted)
-        for of, made, drawn_from in zip(work, drafted, rows, strict=True):
-            of.line.book(of.row, made, self._ends, drawn_from)
+        for of, made, sampled in zip(work, drafted, rows, strict=True):
+            of.line.book(of.row, made, self._ends, sampled)
             self._tokens += len(made.tokens)
             of.row.sequence.table.sound = bool(of.row.steps)  # otherwise its logits were not read
             if not made.finite:
@@ -168,26 +169,29 @@ class DraftingServer:
         for guess in choose_guesses(rivals, follows, most):
             sequence = text.chain.state.sequence
             at = text.num_text + guess.place
-            if sequence is None or at > len(sequence.kv_ids):
+            if sequence is None:
                 continue
-            fork = self._pool.fork(sequence.table, at)
+            known = min(at, len(sequence.kv_ids))
+            if known < at and not self._drafter.parallel:
+                continue
+            fork = self._pool.fork(sequence.table, known)
             if fork is None:
                 break
             if fork.copy is not None:
                 copies.append(fork.copy)
-            self._put(text, text.begin_beside(guess, fork.table))
+            self._put(text, text.begin_beside(guess, fork.table, known))
         if copies:
             self._drafter.model.copy_blocks(copies)
 
-    def _drawn_from(self, drafted: Sequence[DrafterTokens]) -> list[bytes | None]:
-        """The row that the token of each result was sampled from, see `DraftRecord`."""
+    def _drawn_from(self, drafted: Sequence[DrafterTokens]) -> list[Sequence[bytes]]:
+        """The rows that the tokens of each result were sampled from, see `DraftRecord`."""
         proposals = [of.proposal and of.proposal.draft_probs for of in drafted]
         tables = [probs.rows for probs in proposals if probs is not None and probs.row_of]
         if not tables:
-            return [None] * len(drafted)
+            return [()] * len(drafted)
         packed = self._receiver.fetch(pack(tables[0], SPARSE_TOP_K)).wait()  # they share it
         return [
-            packed[probs.row_of[0]].tobytes() if probs is not None and probs.row_of else None
+            [packed[row].tobytes() for row in probs.row_of] if probs is not None else ()
             for probs in proposals
         ]
 
@@ -197,10 +201,13 @@ class DraftingServer:
         assert state.sequence is not None
         start = state.num_kv_valid
         pending = state.context.ids[start : start + budget]
-        steps = int(line.drafts and start + len(pending) == len(state.context.ids))
-        length = start + len(pending) + steps
-        if length > self._drafter.max_length:
+        steps, room = 0, self._drafter.max_length - start - len(pending)
+        if line.drafts and start + len(pending) == len(state.context.ids):
+            steps = min(line.wanted - len(line.ids), self._drafter.steps.places)
+        if room < bool(steps):
             return None
+        steps = min(steps, room)
+        length = start + len(pending) + steps
         while not self._pool.grow(state.sequence.table, length):
             lender = self._lender()
             if lender is None:

@@ -80,10 +80,14 @@ class Continuation:
 
     @property
     def has_work(self) -> bool:
-        """True if it needs a forward. The last id has no KV until another one is drafted."""
+        """True if it needs a forward.
+
+        The last own id has no KV until another one is drafted. Those of a parallel drafter have
+        none.
+        """
         if self.state.sequence is None:  # its KV blocks were given back
             return False
-        return self.drafts or self.state.num_uncached > 1
+        return self.drafts or self.state.num_uncached > max(1, len(self.ids))
 
     def behind(self, ids: list[int], most: int) -> tuple[list[int], list[float]]:
         """Return the ids drafted after `ids`, with their peaks; empty if `ids` differ.
@@ -97,24 +101,30 @@ class Continuation:
         return self.ids[first : first + most], self.peaks[first : first + most]
 
     def book(
-        self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int], drawn_from: bytes | None
+        self, row: DraftRow, tokens: DrafterTokens, ends: Collection[int], rows: Sequence[bytes]
     ) -> None:
-        """Add the result of a forward. `drawn_from` is the row of a sampled token."""
+        """Add the result of a forward. `rows` are those of sampled tokens, see `DraftRecord`."""
         state = self.state
         state.num_kv_valid += len(row.pending)
         if not row.steps:
             return
+        count = next((at for at, of in enumerate(tokens.tokens, 1) if of in ends), 0)
+        ids = tokens.tokens[: count or None]
+        if (
+            row.task.draw is not None
+        ):  # a token that proposes nothing has no row; the next ones wait
+            ids = ids[: max(1, len(rows))]
         if tokens.beside is not None:
-            of = tokens.beside
-            for token, best, shares in zip(
-                tokens.tokens, of.tokens.tolist(), of.shares.tolist(), strict=False
+            of, first = tokens.beside, len(state.context.ids)
+            for at, (token, best, shares) in enumerate(
+                zip(ids, of.tokens.tolist(), of.shares.tolist(), strict=False), first
             ):
-                self.rivals[len(state.context.ids)] = Alternative(token, best, shares)
-        state.context.ids += tokens.tokens
-        self.ids += tokens.tokens
-        self.peaks += tokens.confidences
-        self.rows += [] if drawn_from is None else [drawn_from]
-        if not tokens.finite or tokens.tokens[0] in ends:
+                self.rivals[at] = Alternative(token, best, shares)
+        state.context.ids += ids
+        self.ids += ids
+        self.peaks += tokens.confidences[: len(ids)]
+        self.rows += rows[: len(ids)]
+        if not tokens.finite or count:
             self.wanted = 0
 
 
@@ -144,8 +154,11 @@ class ServerRequest:
         """The drafter's most likely tokens, or those that it has sampled."""
         return self.lines[0]
 
-    def renew(self, row: RequestUpdate, serial: int, pool: KVPool) -> None:
-        """Apply an update. Keep the continuation that agrees longest with the new text."""
+    def renew(self, row: RequestUpdate, serial: int, pool: KVPool, *, parallel: bool) -> None:
+        """Apply an update. Keep the continuation that agrees longest with the new text.
+
+        A `parallel` drafter drafts all tokens anew, because those nearer to the text are better.
+        """
         keep = max(0, min(row.keep, self.num_text, len(self.chain.state.context.ids)))
         ids = [*self.chain.state.context.ids[:keep], *row.ids, *row.drafted]
         agreed = [_same(line.state.context.ids, ids, keep) for line in self.lines]
@@ -162,8 +175,8 @@ class ServerRequest:
         else:
             kept = chain
         chain.place, chain.wanted = len(row.drafted), row.wanted - len(row.drafted)
-        greedy = self.draw is None and row.draw is None  # sampled tokens are not kept
-        ahead, peaks = kept.behind(ids, chain.wanted) if greedy else ([], [])
+        keeps = self.draw is None and row.draw is None and not parallel  # not if they are sampled
+        ahead, peaks = kept.behind(ids, chain.wanted) if keeps else ([], [])
         for line in self.lines[1:]:
             line.state.close(pool)
         del self.lines[1:]
@@ -203,13 +216,15 @@ class ServerRequest:
         place = len(line.state.context.ids) - self.num_text
         return replace(self.draw, first=line.rank * longest + place)
 
-    def begin_beside(self, guess: BranchPoint, table: BlockTable) -> Continuation:
-        """Start a branch at a guess. `table` is a fork of the chain's up to there."""
+    def begin_beside(self, guess: BranchPoint, table: BlockTable, known: int) -> Continuation:
+        """Start a branch at a guess. `table` is a fork of the chain's after `known` ids."""
         chain, at = self.chain.state, self.num_text + guess.place
         context = IdentityContext()
         context.ids = [*chain.context.ids[:at], guess.token]
-        sequence = DraftSequence(table, context.ids[:at])
-        state = RequestState(chain.req_id, context, chain.salt, sequence=sequence, num_kv_valid=at)
+        sequence = DraftSequence(table, context.ids[:known])
+        state = RequestState(
+            chain.req_id, context, chain.salt, sequence=sequence, num_kv_valid=known
+        )
         own = [guess.token], [guess.probability]
         line = Continuation(state, len(self.lines), guess.place, self._beside, *own)
         self.lines.append(line)

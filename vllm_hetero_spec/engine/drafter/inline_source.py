@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
-from vllm_hetero_spec.engine.drafter.parallel import make_parallel
+from vllm_hetero_spec.engine.drafter.parallel import make_parallel, never_drafted
 from vllm_hetero_spec.engine.drafter.recording import Recording, idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
@@ -84,12 +84,10 @@ class InlineSource:
         mask = parallel_mask(drafter_config, options)
         sampling = sampling_of(options, pair, width, device, ranks, likeliest, merges=mask is None)
         self.draws = sampling is not None
-        banned = pair.bridge.banned
-        if mask is not None and mask < pair.drafter.vocab_size:
-            banned = banned | {mask}
+        banned = never_drafted(pair.bridge.banned, mask, pair.drafter.vocab_size)
         rules = PickConfig(
             vocab_size=pair.drafter.vocab_size,
-            banned=torch.tensor(sorted(banned), dtype=torch.long, device=device),
+            banned=torch.tensor(banned, dtype=torch.long, device=device),
             ends=pair.bridge.drafter_eos,
             sampling=sampling,
             confidences=options.controller != "fixed",

@@ -9,7 +9,7 @@ like any other text. So `DraftSequence.kv_ids` never contains a draft, and a blo
 never published.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,11 @@ from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch, real_tokens
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 from vllm_hetero_spec.staging import Send
+
+
+def never_drafted(banned: Collection[int], mask: int | None, vocab_size: int) -> list[int]:
+    """Return the banned ids with the mask token, if that is one of the tokenizer's ids."""
+    return sorted({*banned, *(() if mask is None or mask >= vocab_size else (mask,))})
 
 
 def make_parallel(drafter: Drafter, mask: int, places: int) -> None:

@@ -212,16 +212,12 @@ def parallel_mask(config: ModelConfig, options: HeteroOptions) -> int | None:
             f"{what} has the mask token {mask} and embeddings of {rows} tokens; give a complete "
             'parallel drafter, or "parallel_drafting": false to run it as an ordinary one.'
         )
-    for key, found in (
-        ("method", "slrs" if options.method == "slrs" else None),
-        ("draft_ahead", options.draft_ahead),
-    ):
-        if found:
-            raise ConfigError(
-                f"{key} is {found!r}, which does not go with a parallel drafter, as {what} is: it "
-                f"writes all tokens of a draft at once; leave {key} out, or add "
-                '"parallel_drafting": false to run it as an ordinary drafter.'
-            )
+    if options.method == "slrs":
+        raise ConfigError(
+            f"method 'slrs' looks ahead token by token, and {what} is a parallel drafter, which "
+            'writes all tokens of a draft at once; use "hetero", or add "parallel_drafting": false '
+            "to run it as an ordinary drafter."
+        )
     return mask
 
 
