@@ -62,9 +62,9 @@ def continuations(folder: str, texts: Sequence[str], batches: int) -> list[str]:
     return found
 
 
-def add_mask(model, tokenizer) -> int:
-    """Return an id that is no token of the tokenizer; the embedding gets a row for it if needed."""
-    mask = len(tokenizer)
+def add_mask(model, tokenizer, given: int | None) -> int:
+    """Return the id of the mask token; by default a new one, which may need an embedding row."""
+    mask = len(tokenizer) if given is None else given
     if model.get_input_embeddings().num_embeddings <= mask:
         model.resize_token_embeddings(mask + 1)
     model.config.pard_token = mask
@@ -117,7 +117,7 @@ def adapt(given: argparse.Namespace) -> torch.Tensor:
     texts = read(given.texts)
     written = continuations(given.target, texts, given.batches) if given.target else []
     streams = [stream(tokenizer, each) for each in (texts, written) if each]
-    mask, weights = add_mask(model, tokenizer), FALL ** torch.arange(given.places)
+    mask, weights = add_mask(model, tokenizer, given.mask), FALL ** torch.arange(given.places)
     fitter = torch.optim.AdamW(model.parameters(), lr=given.rate, weight_decay=0.0, fused=True)
     warm = max(1, given.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -146,6 +146,7 @@ def main() -> int:
     parser.add_argument("--places", type=int, default=8, help="tokens of one forward")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batches", type=int, default=40, help="of the target's texts")
+    parser.add_argument("--mask", type=int, help="id of a token that no text contains")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     found = adapt(parser.parse_args())
     print("nats per token, by place:", " ".join(f"{loss:.2f}" for loss in found.tolist()))

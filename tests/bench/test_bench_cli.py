@@ -225,6 +225,9 @@ def test_vllm_configurations() -> None:
     assert config("draft_model") == {"method": "draft_model", **shared}
     assert config("vllm_tli") == config("draft_model") | {"use_heterogeneous_vocab": True}
     assert engines.vllm_config(EngineId("big", "alone"), None) is None
+    whole = SuiteDrafter("small", "org/small", {"parallel_drafting": True})
+    found = engines.vllm_config(EngineId("big", "draft_model", "small", 3), whole)
+    assert found == config("draft_model") | {"parallel_drafting": True}
 
 
 def write_weights(folder: Path, size: int, element: int) -> None:

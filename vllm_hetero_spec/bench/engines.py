@@ -19,6 +19,7 @@ _OVERHEAD_BYTES = 2 << 30  # per engine on a CPU, without weights: libraries, KV
 _CPU_SHARE = 0.8  # share of the free memory
 _GPU_SHARE = 0.9  # share of a device's memory
 _PAIR = 2  # engines: `alone` and one other
+_PARALLEL = "parallel_drafting"  # a key that vLLM's `draft_model` has, too
 # Arguments of `vllm.LLM` that the Hugging Face peers also take.
 _SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
 
@@ -77,6 +78,7 @@ def vllm_config(engine: EngineId, drafter: SuiteDrafter | None) -> dict[str, Any
         "model": drafter.model,
         "num_speculative_tokens": engine.lookahead,
         **({"use_heterogeneous_vocab": True} if engine.method == "vllm_tli" else {}),
+        **({_PARALLEL: True} if drafter.speculative.get(_PARALLEL) is True else {}),
     }
 
 
