@@ -22,7 +22,7 @@ from rich.progress import track
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROWS, SEQUENCE, CUTS = 8, 256, 24  # texts per step, tokens per text, cuts per text
+ROWS, SEQUENCE, CUTS = 8, 256, 40  # texts per step, tokens per text, cuts per text
 FALL = 0.8  # weight of a place, relative to the one before
 PROMPT, CONTINUATION, TEXTS = 64, 128, 96  # tokens of both; continuations in one batch
 KINDS = {".py", ".md", ".txt"}
@@ -103,6 +103,20 @@ def losses(model, rows: torch.Tensor, mask: int, places: int) -> torch.Tensor:
     return torch.cat([own[None], each.view(-1, places - 1).mean(0)])
 
 
+def optimizers(model, rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW for all other parameters."""
+    ends = {id(of.weight) for of in (model.get_input_embeddings(), model.get_output_embeddings())}
+    inner = [each.ndim == 2 and id(each) not in ends for each in model.parameters()]
+    matrices = [each for each, is_inner in zip(model.parameters(), inner, strict=True) if is_inner]
+    others = [
+        each for each, is_inner in zip(model.parameters(), inner, strict=True) if not is_inner
+    ]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, weight_decay=0.0, fused=True),
+    ]
+
+
 def draws(streams: Sequence[torch.Tensor], steps: int) -> Iterator[torch.Tensor]:
     """Yield batches of texts, an equal share of each stream."""
     for _ in range(steps):
@@ -118,19 +132,21 @@ def adapt(given: argparse.Namespace) -> torch.Tensor:
     written = continuations(given.target, texts, given.batches) if given.target else []
     streams = [stream(tokenizer, each) for each in (texts, written) if each]
     mask, weights = add_mask(model, tokenizer, given.mask), FALL ** torch.arange(given.places)
-    fitter = torch.optim.AdamW(model.parameters(), lr=given.rate, weight_decay=0.0, fused=True)
-    warm = max(1, given.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        fitter, lambda at: min((at + 1) / warm, max(0.02, 1 - (at - warm) / given.steps))
-    )
+    fitters, warm = optimizers(model, given.rate), max(1, given.steps // 20)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            each, lambda at: min((at + 1) / warm, max(0.02, 1 - (at - warm) / given.steps))
+        )
+        for each in fitters
+    ]
     kept = []
     for rows in track(draws(streams, given.steps), "steps", given.steps):
         loss = losses(model, rows, mask, given.places)
         (loss @ weights / weights.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        fitter.step()
-        schedule.step()
-        fitter.zero_grad()
+        for each in (*fitters, *schedules):
+            each.step()
+        model.zero_grad()
         kept.append(loss.detach())
     model.eval().to(torch.bfloat16).save_pretrained(given.out)
     tokenizer.save_pretrained(given.out)
