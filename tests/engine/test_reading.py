@@ -25,7 +25,7 @@ def test_each_part_fits_a_graph_and_leaves_what_another_takes() -> None:
         contexts = contexts[: chance.randint(1, 8)]
         pending = [min(length, chance.choice((1, 9, 40, 300, 900))) for length in contexts]
         left = pending.copy()
-        found = parts(pending, contexts, widths)
+        found = parts(pending, contexts, widths, widths)
         some += bool(found)
         assert len(found) <= 4
         for width, texts in found:
@@ -40,10 +40,12 @@ def test_each_part_fits_a_graph_and_leaves_what_another_takes() -> None:
 
 
 def test_texts_that_fit_or_are_too_long_are_left_alone() -> None:
-    assert parts([20, 1], [40, 90], widths) == []
-    assert parts([90], [90], nothing) == []
-    assert parts([90], [90], widths) == [(32, [0]), (32, [0])]
-    assert parts([300, 1], [300, 900], widths) == [(128, [0]), (128, [0])]
-    assert parts([900], [900], widths) == []
-    assert parts([900], [5000], widths) == []
-    assert parts([100] * 17, [100] * 17, widths) == []
+    assert parts([20, 1], [40, 90], widths, widths) == []
+    assert parts([90], [90], nothing, nothing) == []
+    assert parts([90], [90], widths, widths) == [(32, [0]), (32, [0])]
+    assert parts([300, 1], [300, 900], widths, widths) == [(128, [0]), (128, [0])]
+    few = parts([90], [90], widths, lambda _: (2, 4, 8, 16))  # a parallel drafter's graphs
+    assert few == [(32, [0]), (32, [0]), (8, [0]), (8, [0])]
+    assert parts([900], [900], widths, widths) == []
+    assert parts([900], [5000], widths, widths) == []
+    assert parts([100] * 17, [100] * 17, widths, widths) == []

@@ -79,6 +79,10 @@ class ParallelSteps:
     def widths(self, count: int) -> Sequence[int]:
         return self._inner.widths(count)
 
+    def last_widths(self, count: int) -> Sequence[int]:
+        own = () if self._graphs is None else self._graphs.widths(count)
+        return own or self._inner.widths(count)
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
         if plan.steps == 1 and not plan.uniform:
             return self._inner.begin(plan)

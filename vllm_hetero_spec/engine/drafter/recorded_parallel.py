@@ -5,6 +5,7 @@ A graph reads P - 1 masks behind the pending ids of each request, and picks P to
 request that drafts fewer tokens ignores the others, and their masks write no KV.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -152,10 +153,16 @@ class RecordedParallel:
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """Return the shape to plan a round with, as `Steps.shape`; width 0 without a graph."""
-        size = next((size for size in self._widths if size >= count), 0)
-        fitting = (width for width in self._widths.get(size, ()) if pending <= width <= context)
+        fitting = (width for width in self.widths(count) if pending <= width <= context)
         width = next(fitting, 0)
-        return Shape(size, width) if width else Shape()
+        return Shape(self._size(count), width) if width else Shape()
+
+    def widths(self, count: int) -> Sequence[int]:
+        """Return the numbers of pending ids that graphs of so many requests have room for."""
+        return self._widths.get(self._size(count), ())
+
+    def _size(self, count: int) -> int:
+        return next((size for size in self._widths if size >= count), 0)
 
     def replays_round(self, plan: RoundPlan) -> bool:
         """Return True if a round fits a graph."""

@@ -242,6 +242,8 @@ class RecordedSteps:
     def widths(self, count: int) -> Sequence[int]:
         return self._widths.get(self._size(count), ())
 
+    last_widths = widths
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
         size, count, feed, on = len(plan.table), plan.count, plan.feed, self._on
         self._plan = plan

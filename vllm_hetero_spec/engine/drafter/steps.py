@@ -71,6 +71,9 @@ class Steps(Protocol):
     def widths(self, count: int) -> Sequence[int]:
         """Return the graph widths for this many requests, ascending; empty without graphs."""
 
+    def last_widths(self, count: int) -> Sequence[int]:
+        """Return those of catch-up forwards of rounds that draft."""
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """Run the catch-up forward."""
 
@@ -163,6 +166,8 @@ class EagerSteps:
     def widths(self, count: int) -> Sequence[int]:
         return ()
 
+    last_widths = widths
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
         feed, count = plan.feed, plan.count
         tokens, starts, rows, lengths, table, places, self.forks = self._send(
@@ -223,7 +228,10 @@ class Part(NamedTuple):
 
 
 def parts(
-    pending: Sequence[int], contexts: Sequence[int], widths: Callable[[int], Sequence[int]]
+    pending: Sequence[int],
+    contexts: Sequence[int],
+    widths: Callable[[int], Sequence[int]],
+    last_widths: Callable[[int], Sequence[int]],
 ) -> list[Part]:
     """Plan the forwards that precede the catch-up forward of a round.
 
@@ -231,13 +239,14 @@ def parts(
         pending: Number of tokens to read of each context, at least one.
         contexts: Length of each context in tokens.
         widths: Returns the graph widths for a number of contexts, ascending; empty without graphs.
+        last_widths: The same for the forward that follows.
 
     Returns:
         Parts in order. After them each context has at least one token left, and no more than the
             widest graph for all contexts. Empty if no parts are necessary, or if too many would be.
     """
     left, shortest = list(pending), min(contexts)
-    last = max((width for width in widths(len(left)) if width <= shortest), default=0)
+    last = max((width for width in last_widths(len(left)) if width <= shortest), default=0)
     found: list[Part] = []
     while last and (long := [index for index, count in enumerate(left) if count > last]):
         fewest = min(left[index] for index in long)
@@ -275,7 +284,7 @@ def read_texts(
         return pending
     counts = [len(ids) for ids in pending]
     contexts = [len(of.kv_ids) + count for of, count in zip(sequences, counts, strict=True)]
-    found, left = parts(counts, contexts, steps.widths), list(pending)
+    found, left = parts(counts, contexts, steps.widths, steps.last_widths), list(pending)
     for width, texts in found:
         some = [sequences[index] for index in texts]
         ids = [left[index][:width] for index in texts]
