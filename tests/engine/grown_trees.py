@@ -31,8 +31,8 @@ class Run(NamedTuple):
     kept: dict[str, int]
 
 
-def run(pair: Path, prompts: list[str], **changes: Any) -> Run:
-    spec = slem(pair / "drafter", LENGTH, method="push_forward", verification="race", **changes)
+def run(pair: Path, prompts: list[str], drafter: str = "drafter", **changes: Any) -> Run:
+    spec = slem(pair / drafter, LENGTH, method="push_forward", verification="race", **changes)
     drawn = [SamplingParams(temperature=0.9, seed=n, max_tokens=40) for n in range(len(prompts))]
     with engine(pair / "target", spec, max_num_seqs=64) as llm:
         found = [generate(llm, prompts, greedy(max_tokens=40)), generate(llm, prompts, drawn)]
@@ -96,3 +96,21 @@ def test_requests_that_keep_chains_are_counted(chains: Run, trees: Run) -> None:
         assert min(trees.kept["penalties"], trees.kept["restricted"]) > 0
     assert not {"penalties", "restricted", "drawn"} & set(trees.stats["chains"])
     assert not chains.kept
+
+
+def test_trees_of_a_parallel_drafter(chains: Run, demo_pair: Path, few: list[str]) -> None:
+    """Branches change no token and no forward, and some of their tokens are accepted."""
+    runs = []
+    for nodes in (0, NODES):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scratch, "_SHARE", 3)
+            runs.append(run(demo_pair, few, "parallel", tree_nodes=nodes, controller="fixed"))
+    for found in runs:
+        assert (found.greedy, found.raced) == (chains.greedy, chains.raced)
+    _, trees = (found.stats for found in runs)
+    assert trees["side_tokens_accepted"] > 0
+    assert trees["tree_tokens"] <= NODES * trees["trees"]
+    gains = [found.metrics["num_accepted_tokens"] / found.stats["drafts"] for found in runs]
+    assert gains[1] > 1.05 * gains[0]
+    rounds = [found.stats["forwards"] / found.stats["steps"] for found in runs]
+    assert rounds[1] <= 1.05 * rounds[0]

@@ -37,6 +37,7 @@ FAST = {  # scenarios of the fast tier, by way of speculation
         "preemption",
     },
     "identity": {"batch 8", "mixed parameters"},
+    "parallel": {"mixed parameters", "preemption"},
 }
 
 
@@ -85,6 +86,7 @@ def runs(
         "pair": (slem(drafter), prompts),
         "identity": (slem(target), prompts),
         "forced text": (slem(target, debug={"translation": "text"}), code_prompts),
+        "parallel": (slem(demo_pair / "parallel"), prompts),
         "process": (slem(drafter, draft_ahead=True), prompts),
     }
 
@@ -98,7 +100,7 @@ def runs(
     return cache(run)
 
 
-@of_each_scenario("pair", "identity", "forced text")
+@of_each_scenario("pair", "identity", "forced text", "parallel")
 def test_same_tokens_as_the_target_alone(runs: Callable, way: str, scenario: str) -> None:
     alone, counted = runs("alone on code" if way == "forced text" else "alone")[scenario]
     found, gained = runs(way)[scenario]

@@ -91,7 +91,7 @@ def test_same_tokens_as_the_target_alone(on_v2: tuple, way: str, scenario: str) 
 
 
 @pytest.mark.parametrize("scenario", SOME)
-@of_releases("alone", "pair", "pair, ahead")
+@of_releases("alone", "pair", "pair, ahead", "parallel, ahead")
 def test_drafter_equal_to_the_target_is_accepted(on_v2: tuple, way: str, scenario: str) -> None:
     """Nearly all counted draft tokens are accepted.
 

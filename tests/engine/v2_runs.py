@@ -13,7 +13,7 @@ from vllm_hetero_spec.engine.seam import async_scheduling
 
 STAGED = "identity, ahead, in stages"
 WAYS = {  # by release of vLLM
-    "installed": ("alone", "pair", "pair, ahead", "identity, ahead"),
+    "installed": ("alone", "pair", "pair, ahead", "identity, ahead", "parallel, ahead"),
     "0.33": ("alone", "pair, ahead", STAGED),
 }
 # All run in an engine of tight limits: prompts come in chunks, and eight requests need preemption.
@@ -25,8 +25,8 @@ def run_way(way: str, demo: Path, prompts: list[str], some: Mapping[str, Scenari
     """Return token ids and counter increments by scenario."""
     name, _, ahead = way.partition(", ")
     async_scheduling.platform_can = lambda: bool(ahead)
-    drafter = {"alone": None, "pair": demo / "drafter", "identity": demo / "target"}[name]
-    spec = None if drafter is None else slem(drafter)
+    drafter = {"pair": "drafter", "identity": "target", "parallel": "parallel"}.get(name)
+    spec = None if drafter is None else slem(demo / drafter)
     stages = {"pipeline_parallel_size": 2} if way == STAGED else {}
     return run_all(demo / "target", spec, prompts, {}, some, **stages)
 

@@ -41,6 +41,9 @@ from vllm_hetero_spec.bench.tables import (
     ratio,
     terminal_table,
 )
+from vllm_hetero_spec.cli.known_drafters import as_data as as_known_data
+from vllm_hetero_spec.cli.known_drafters import known_for
+from vllm_hetero_spec.cli.known_drafters import show as show_known
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
     MODEL,
@@ -66,8 +69,8 @@ def add_parser(commands: Any) -> None:
         "configuration that it prints is one that it has measured.",
     )
     parser.add_argument("target", help=MODEL)
-    drafters = f"{MODEL}; any tokenizer"
-    parser.add_argument("drafters", nargs="+", metavar="drafter", help=drafters)
+    drafters = f"{MODEL}; any tokenizer (default: public ones, of which those here are measured)"
+    parser.add_argument("drafters", nargs="*", metavar="drafter", help=drafters)
     add_load(parser, longest=64, lookahead=8)
     several: dict[str, Any] = {"nargs": "+", "metavar": "N"}
     what = "requests that run at the same time (default: 1 8)"
@@ -97,9 +100,19 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compare, measure and print; if some drafters fail, print the others and then raise."""
+    given, known = arguments.drafters, None
+    if not given:
+        known = known_for(arguments.target, arguments.trust_remote_code)
+        given = [each.name for each in known if each.is_local]
+        if not arguments.json:
+            show_known(known, Console())
+        if not given:
+            if arguments.json:
+                print_json({"target": arguments.target, "known": as_known_data(known)})
+            return
     suite = suite_of(
         arguments,
-        arguments.drafters,
+        given,
         arguments.methods,
         arguments.batch_sizes,
         arguments.temperatures,
@@ -121,7 +134,8 @@ def run(arguments: argparse.Namespace) -> None:
         suite = replace(suite, targets=(replace(target, drafters=apart),))
         measured = _measure(suite, arguments.verbose)
     if arguments.json:
-        print_json(_as_json(arguments.target, suite, drafters, measured))
+        found = _as_json(arguments.target, suite, drafters, measured)
+        print_json(found if known is None else found | {"known": as_known_data(known)})
     else:
         _show(arguments.target, drafters, measured, Console())
     if measured.failures:
