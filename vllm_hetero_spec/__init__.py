@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 __all__ = ["__version__", "read_stats", "register"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def register() -> None:

@@ -236,7 +236,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a string"),
         ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice; names must differ"),
         ("org/big", "./absent", 2, "the target folder "),
-        ("org/big", "demo:target", 2, "make the demo pair with `python scripts/make_demo"),
+        ("org/big", "demo:target", 2, "make it with `python scripts/make_demo"),
         ("[org/small]", "[/absent/folder]", 3, "the drafter folder /absent/folder does not"),
         ("[org/small]", "[]", 3, "targets[0].drafters is []"),
         ("[org/small]", "[org/small, other/small]", 3, "targets[0].drafters[1] repeats 'small'"),

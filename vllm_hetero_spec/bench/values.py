@@ -57,7 +57,8 @@ def located(name: str, info: ValidationInfo) -> str:
     path = demo_folder() / name.removeprefix(_DEMO)
     if not path.exists():
         raise ConfigError(
-            f"{path} does not exist: make the demo pair with `python scripts/make_demo.py`."
+            f"{path} does not exist: the demo pair is not part of the installed package; make it "
+            "with `python scripts/make_demo.py` of a checkout."
         )
     return str(path)
 
