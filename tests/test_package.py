@@ -26,8 +26,8 @@ def test_one_place_has_the_version() -> None:
     assert "version" not in project["project"]
     place = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
     assert place == "vllm_hetero_spec.__version__"
-    changes = (REPO / "vllm_hetero_spec" / "README.md").read_text()
-    newest = re.search(r"^\*\*([\d.]+)\*\*", changes, flags=re.MULTILINE)
+    changes = (REPO / "vllm_hetero_spec" / "CHANGES.md").read_text()
+    newest = re.search(r"^## ([\d.]+)", changes, flags=re.MULTILINE)
     assert newest is not None
     assert newest[1] == vllm_hetero_spec.__version__
 
