@@ -2,6 +2,7 @@
 """`vllm-hetero-spec doctor`: no problem on this machine, and each problem comes with its fix."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_hetero_spec.cli import health
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.cli.nodes import COLUMNS, DRAFTER, KEY, PLUGIN, faults
+from vllm_hetero_spec.engine.compat.ledger import LEDGER
 
 
 def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +47,99 @@ def test_the_model_runner_is_named_with_its_reason(
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
     (finding,) = (f for f in health.examine(run=False) if f.check == "model runner")
     assert finding.found == said
+
+
+def wheel_of(folder: Path, version: str, changed: dict[str, tuple[str, str] | None]) -> Path:
+    """Write the installed vLLM's files in the ledger as a wheel.
+
+    `changed` has a text to replace and its substitute by file, or None if the file is gone.
+    """
+    import vllm
+
+    wheel = folder / f"vllm-{version}-cp38-abi3-any.whl"
+    root = Path(vllm.__file__).parent
+    with zipfile.ZipFile(wheel, "w") as files:
+        files.writestr(f"vllm-{version}.dist-info/METADATA", f"Name: vllm\nVersion: {version}\n")
+        for name in sorted({seam.file for seam in LEDGER}):
+            if not (root / name).exists() or changed.get(name, ()) is None:
+                continue
+            old, new = changed.get(name) or ("", "")
+            text = (root / name).read_text(encoding="utf-8")
+            assert old in text
+            files.writestr(f"vllm/{name}", text.replace(old, new))
+    return wheel
+
+
+def test_a_wheel_with_all_symbols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm.version import __version__ as version
+
+    wheel = wheel_of(tmp_path, version, {})
+    assert main(["doctor", "--wheel", str(wheel)]) == 0
+    assert capsys.readouterr().out.startswith(f"vLLM {version}: 0 of ")
+
+
+def test_changed_symbols_of_a_wheel_are_grouped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = {
+        "v1/sample/ops/topk_topp_sampler.py": ("def apply_top_k_top_p(", "def top_k_top_p("),
+        "entrypoints/openai/completion/protocol.py": None,
+        "entrypoints/anthropic/protocol.py": ("vllm_xargs", "vllm_arguments"),
+    }
+    wheel = wheel_of(tmp_path, "0.32.9", changed)
+    assert main(["doctor", "--wheel", str(wheel)]) == 1
+    found = capsys.readouterr().out.splitlines()
+    assert found[:-1] == [
+        "BAD  our parameters of HTTP requests are checked",
+        "     symptom: no engine with a drafter of ours starts",
+        "     entrypoints/openai/completion/protocol.py:CompletionRequest: no file "
+        "entrypoints/openai/completion/protocol.py",
+        "     entrypoints/anthropic/protocol.py:AnthropicMessagesRequest: no 'vllm_xargs'",
+        "BAD  target_probs of draft rows and of races",
+        "     symptom: ImportError in the worker",
+        "     v1/sample/ops/topk_topp_sampler.py:apply_top_k_top_p: not found",
+    ]
+    assert found[-1].startswith("vLLM 0.32.9: 3 of ")
+    assert main(["doctor", "--wheel", str(wheel), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["good"], said["vllm"]) == (False, "0.32.9")
+    assert [len(group["symbols"]) for group in said["changes"]] == [2, 1]
+
+
+def test_a_later_release_is_checked_as_the_newest_supported_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.33 moved a module, and a release after it does not have the rows of 0.32."""
+    assert main(["doctor", "--wheel", str(wheel_of(tmp_path, "0.99.0", {})), "--json"]) == 1
+    symbols = [
+        s for group in json.loads(capsys.readouterr().out)["changes"] for s in group["symbols"]
+    ]
+    assert {symbol.partition(":")[0] for symbol in symbols} == {"v1/core/kv_cache_planning.py"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "[Errno 2]"),
+        (b"text", "is no wheel; name a wheel of vLLM.\n"),
+        ({"torch-2.dist-info/METADATA": ""}, "contains another package; name a wheel of vLLM.\n"),
+    ],
+)
+def test_other_files_are_refused(
+    content: bytes | dict[str, str] | None,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "vllm-0.33.0-any.whl"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        with zipfile.ZipFile(file, "w") as files:
+            for name, text in content.items():
+                files.writestr(name, text)
+    assert main(["doctor", "--wheel", str(file)]) in (1, 2)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.engine

@@ -12,7 +12,7 @@ import pytest
 
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
+from vllm_hetero_spec.engine.compat.ledger import LEDGER, changes
 from vllm_hetero_spec.engine.compat.releases import series_of
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.seam import cache_salt as salt
@@ -180,7 +180,13 @@ def _installed_vllm() -> Path:
 def test_ledger_matches_the_installed_vllm() -> None:
     from vllm.version import __version__
 
-    assert missing(_installed_vllm(), ".".join(__version__.split(".")[:2])) == []
+    series = ".".join(__version__.split(".")[:2])
+    assert [str(change) for change in changes(_installed_vllm(), series)] == []
+
+
+def test_each_row_of_the_ledger_has_a_purpose_and_a_symptom() -> None:
+    texts = {text for seam in LEDGER for text in (seam.why, seam.symptom, seam.remove)}
+    assert not [text for text in texts if not text or "as above" in text]
 
 
 def test_ledger_names_all_that_is_imported() -> None:
@@ -225,7 +231,7 @@ def test_ledger_notices_a_changed_vllm(tmp_path: Path) -> None:
         "        self.vllm_config = vllm_config\n"
         "        _counter_cls = Counter\n"
     )
-    faults = missing(tmp_path, "0.33")
+    faults = [str(change) for change in changes(tmp_path, "0.33")]
     ours = [f.rpartition(" ")[2] for f in faults if "loggers.py:PrometheusStatLogger: no" in f]
     assert ours == ["'per_engine_labelvalues'", "'_counter_cls'", "'_histogram_cls'"]
     assert "forward_context.py:set_forward_context: no 'slot_mapping'" in faults

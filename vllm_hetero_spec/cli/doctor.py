@@ -2,12 +2,13 @@
 """`vllm-hetero-spec doctor`: check the installation and print fixes of its faults."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hetero_spec.bench.tables import drawn, print_json
+from vllm_hetero_spec.bench.tables import drawn, print_json, say
 from vllm_hetero_spec.cli.health import Finding, examine
 from vllm_hetero_spec.cli.nodes import COLUMNS, ask_nodes, faults
 
@@ -25,6 +26,8 @@ def add_parser(commands: Any) -> None:
     )
     what = "check the nodes of a Ray cluster instead: versions, and whether DRAFTER is there"
     parser.add_argument("--ray", nargs="?", const="", metavar="DRAFTER", help=what)
+    what = "check a wheel of vLLM that is not installed instead: symbols that are gone or changed"
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help=what)
     parser.add_argument("--no-run", action="store_true", help="leave out the tiny pair of models")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
     parser.set_defaults(run=run)
@@ -35,6 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console()
     if arguments.ray is not None:
         _run_nodes(console, arguments.ray or None, as_json=arguments.json)
+        return
+    if arguments.wheel is not None:
+        _run_wheel(console, arguments.wheel, as_json=arguments.json)
         return
     findings: list[Finding] = []
     progress = Console(stderr=True)
@@ -47,6 +53,29 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"good": good, "findings": findings})
     if not good:
+        raise Unsound
+
+
+def _run_wheel(console: Console, wheel: Path, *, as_json: bool) -> None:
+    """Print the changed symbols of a wheel, grouped by what the package uses them for."""
+    from vllm_hetero_spec.engine.compat.ledger import LEDGER, changes_in_wheel
+
+    version, series, found = changes_in_wheel(wheel)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for change in found:
+        groups.setdefault((change.seam.why, change.seam.symptom), []).append(str(change))
+    if as_json:
+        rows = [{"purpose": w, "symptom": s, "symbols": each} for (w, s), each in groups.items()]
+        print_json({"good": not found, "vllm": version, "changes": rows})
+    else:
+        for (why, symptom), symbols in groups.items():
+            lines = (f"[red]BAD [/] {escape(why)}", f"     symptom: {escape(symptom)}")
+            for line in (*lines, *(f"     {escape(symbol)}" for symbol in symbols)):
+                console.print(line, highlight=False, soft_wrap=True)
+        used = sum(seam.release in ("", series) for seam in LEDGER)
+        gone = len({change.seam for change in found})
+        say(console, f"vLLM {version}: {gone} of {used} symbols in use are gone or changed")
+    if found:
         raise Unsound
 
 

@@ -198,10 +198,10 @@ def _ledger() -> str:
     import vllm
     from vllm.version import __version__ as version
 
-    from vllm_hetero_spec.engine.compat.ledger import LEDGER, missing
+    from vllm_hetero_spec.engine.compat.ledger import LEDGER, changes
 
-    faults = missing(Path(vllm.__file__).parent, ".".join(version.split(".")[:2]))
-    if faults:
+    series = ".".join(version.split(".")[:2])
+    if faults := list(map(str, changes(Path(vllm.__file__).parent, series))):
         raise _Fault(
             "; ".join(faults[:3]) + ("; ..." if len(faults) > 3 else ""),
             "this vLLM was changed: install an unmodified supported release",

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check of `ledger.toml`, which lists every vLLM symbol in use, against vLLM's sources.
 
-The sources are parsed, not imported. A release can therefore be checked from its unpacked wheel on
-a machine that cannot run it.
+The sources are parsed, not imported. A release can therefore be checked from its wheel on a machine
+that cannot run it.
 """
 
 import ast
+import re
 import tomllib
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from vllm_hetero_spec.engine.compat.releases import series_of
+from vllm_hetero_spec.errors import ConfigError
+
+_ABOVE = "as above"  # an entry with the text of the row above it
 
 
 @dataclass(frozen=True)
@@ -38,38 +46,71 @@ class Seam:
 
 def _load() -> tuple[Seam, ...]:
     files = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return tuple(
-        Seam(file, name, entries.get("only", ""), *row)
-        for file, entries in files.items()
-        for name, row in entries.items()
-        if name != "only"
-    )
+    seams: list[Seam] = []
+    above: list[str] = []
+    for file, entries in files.items():
+        only = entries.pop("only", "")
+        for name, row in entries.items():
+            above = [above[i] if text == _ABOVE else text for i, text in enumerate(row)]
+            seams.append(Seam(file, name, only, *above))
+    return tuple(seams)
 
 
 LEDGER = _load()
 
 
-def missing(vllm_root: Path, release: str) -> list[str]:
-    """Return the symbols, parameters and members of the ledger that a vLLM source tree lacks.
+@dataclass(frozen=True)
+class Change:
+    """A symbol of the ledger that a vLLM lacks, or that lacks a parameter or a member."""
 
-    `vllm_root` is the folder `vllm` of an installation or an unpacked wheel. `release` is its
-    series, such as "0.33".
+    seam: Seam
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.seam.file}:{self.seam.name}: {self.what}"
+
+
+def changes(vllm_root: Path | zipfile.Path, release: str) -> Iterator[Change]:
+    """Yield the symbols, parameters and members of the ledger that a vLLM source tree lacks.
+
+    `vllm_root` is the folder `vllm` of an installation or of a wheel. `release` is its series, such
+    as "0.33".
     """
-    faults = []
+    trees: dict[str, ast.Module | None] = {}
     for seam in LEDGER:
         if seam.release not in ("", release):
             continue
-        symbol, file = f"{seam.file}:{seam.name}", vllm_root / seam.file
-        if not file.is_file():
-            faults.append(f"{symbol}: no file {seam.file}")
-            continue
-        node = _find(ast.parse(file.read_text()), seam.name.split("."))
+        if seam.file not in trees:
+            file = vllm_root / seam.file
+            parsed = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+            trees[seam.file] = parsed
+        tree = trees[seam.file]
+        node = None if tree is None else _find(tree, seam.name.split("."))
         if node is None:
-            faults.append(f"{symbol}: not found")
+            yield Change(seam, f"no file {seam.file}" if tree is None else "not found")
             continue
         known = _names_of(node)
-        faults += [f"{symbol}: no {used!r}" for used in seam.names.split() if used not in known]
-    return faults
+        yield from (Change(seam, f"no {n!r}") for n in seam.names.split() if n not in known)
+
+
+def changes_in_wheel(wheel: Path) -> tuple[str, str, list[Change]]:
+    """Return a wheel's version of vLLM, the series whose rows are checked, and the changes.
+
+    An unsupported release is checked with the rows of the nearest older series.
+
+    Raises:
+        ConfigError: The file is no wheel of vLLM.
+    """
+    try:
+        names = zipfile.ZipFile(wheel).namelist()
+    except zipfile.BadZipFile as error:
+        raise ConfigError(f"{wheel} is no wheel; name a wheel of vLLM.") from error
+    metadata = [re.fullmatch(r"vllm\w*-(.+)\.dist-info/METADATA", name) for name in names]
+    versions = [match[1] for match in metadata if match]
+    if not versions:
+        raise ConfigError(f"{wheel} contains another package; name a wheel of vLLM.")
+    series = "{}.{}".format(*series_of(versions[0], versions[0]))
+    return versions[0], series, list(changes(zipfile.Path(wheel, "vllm/"), series))
 
 
 def _find(tree: ast.AST, path: list[str]) -> ast.AST | None:
