@@ -79,7 +79,7 @@ def commands(document: Path) -> Iterator[list[str]]:
 def tables(document: Path, heading: str) -> Iterator[list[str]]:
     """Yield the cells of each row of the tables whose first column has this heading."""
     text = document.read_text(encoding="utf-8")
-    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+    for table in re.findall(r"(?:^ *\|.*\n)+", text, flags=re.MULTILINE):
         head, _, *rows = [
             [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()
         ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_docs import REPO, quoted, tables
 
 import vllm_hetero_spec
 
@@ -209,6 +210,8 @@ IMPORT_V1 = {"engine/seam/worker_hooks.py", "engine/verifier/install.py"}
 
 def test_files_of_model_runner_v1_are_listed() -> None:
     assert {named(file) for file in FILES if file.stem.endswith("_v1")} == V1
+    page = tables(REPO / "examples" / "model_runner_v1.md", "file to delete")
+    assert {name for row in page for name in quoted(row[0])} == V1
     importers = {
         name
         for name, tree in trees()
