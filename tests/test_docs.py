@@ -38,7 +38,7 @@ CONFIGURATION = REPO / "examples" / "configuration.md"
 BENCH = REPO / "examples" / "bench" / "README.md"
 DOCUMENTS = sorted(
     file
-    for folder in (".", "examples", "scripts", "tests", "vllm_hetero_spec")
+    for folder in (".", ".github", "examples", "scripts", "tests", "vllm_hetero_spec")
     for file in (REPO / folder).glob("*.md" if folder == "." else "**/*.md")
 )
 # Files that users, commands or other programs write.

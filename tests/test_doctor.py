@@ -2,6 +2,8 @@
 """`vllm-hetero-spec doctor`: no problem on this machine, and each problem comes with its fix."""
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,17 @@ def test_a_wheel_with_all_symbols(tmp_path: Path, capsys: pytest.CaptureFixture[
     wheel = wheel_of(tmp_path, version, {})
     assert main(["doctor", "--wheel", str(wheel)]) == 0
     assert capsys.readouterr().out.startswith(f"vLLM {version}: 0 of ")
+
+
+def test_a_wheel_is_checked_without_vllm_and_torch(tmp_path: Path) -> None:
+    wheel = wheel_of(tmp_path, "0.32.9", {})
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm'));"
+        "from vllm_hetero_spec.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "doctor", "--wheel", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.startswith("vLLM 0.32.9: 0 of "), done.stderr
 
 
 def test_changed_symbols_of_a_wheel_are_grouped(

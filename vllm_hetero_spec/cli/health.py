@@ -215,7 +215,7 @@ def _serve() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise _Fault(
             "vLLM is installed under another distribution name, and `vllm serve` stops",
-            "python scripts/repair_vllm_metadata.py",
+            "`python scripts/repair_vllm_metadata.py` of a checkout",
         ) from error
 
 
