@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_docs import quoted, tables
 
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.compat import patching
@@ -187,6 +188,14 @@ def test_ledger_matches_the_installed_vllm() -> None:
 def test_each_row_of_the_ledger_has_a_purpose_and_a_symptom() -> None:
     texts = {text for seam in LEDGER for text in (seam.why, seam.symptom, seam.remove)}
     assert not [text for text in texts if not text or "as above" in text]
+
+
+def test_the_request_to_vllm_names_the_rows_that_it_makes_unnecessary() -> None:
+    page = Path(vllm_hetero_spec.__file__).parent / "engine" / "seam" / "UPSTREAM.md"
+    rows = list(tables(page, "condition"))
+    assert rows
+    for condition, symbols in rows:
+        assert set(quoted(symbols)) == {s.name for s in LEDGER if s.remove == condition}, condition
 
 
 def test_ledger_names_all_that_is_imported() -> None:
