@@ -80,15 +80,28 @@ def test_a_wheel_with_all_symbols(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith(f"vLLM {version}: 0 of ")
 
 
-def test_a_wheel_is_checked_without_vllm_and_torch(tmp_path: Path) -> None:
-    wheel = wheel_of(tmp_path, "0.32.9", {})
+def without_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process that can import neither vLLM nor torch."""
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm'));"
         "from vllm_hetero_spec.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "doctor", "--wheel", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+
+def test_a_wheel_is_checked_without_vllm(tmp_path: Path) -> None:
+    done = without_vllm("doctor", "--wheel", str(wheel_of(tmp_path, "0.32.9", {})))
     assert done.stdout.startswith("vLLM 0.32.9: 0 of "), done.stderr
+
+
+def test_a_missing_vllm_is_one_finding_and_one_sentence(demo_pair: Path) -> None:
+    done = without_vllm("doctor", "--json")
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert (done.returncode, finding["found"]) == (1, "not installed")
+    done = without_vllm("compare", str(demo_pair / "target"), str(demo_pair / "drafter"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"error: vLLM is not installed; {finding['fix']}."
+    assert "Traceback" not in done.stderr
 
 
 def test_changed_symbols_of_a_wheel_are_grouped(

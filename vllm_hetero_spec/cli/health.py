@@ -2,6 +2,7 @@
 """Checks of the installation; each fault has its fix."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -16,13 +17,14 @@ from typing import Any
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import Load, MeasurementError
+from vllm_hetero_spec.engine.compat.releases import INSTALL
 from vllm_hetero_spec.errors import ConfigError, first_line, one_line
 from vllm_hetero_spec.machine import gpus
 from vllm_hetero_spec.options import METHODS
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
-_REINSTALL = "install again with `bash scripts/setup.sh`, which makes a working environment"
+_REINSTALL = "`bash scripts/setup.sh` of a checkout makes a working environment"
 _NO_CUDA = "not used: PyTorch here is no CUDA build"
 _CUDA_TIMEOUT = 120  # seconds, mostly for the first `import torch` from a slow disk
 # Arguments of the tiny pair's engines; other processes may use the GPU. float32, because with 16
@@ -49,6 +51,9 @@ class _Fault(Exception):
 
 def examine(*, run: bool = True) -> Iterator[Finding]:
     """Run all checks in order; exceptions become findings. `run` adds a tiny pair of models."""
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding("vLLM", False, "not installed", INSTALL)
+        return
     checks: list[tuple[str, Callable[[], str]]] = [
         ("versions", _versions),
         ("vLLM release", _release),
@@ -84,14 +89,13 @@ def _versions() -> str:
 def _release() -> str:
     from vllm.version import __version__ as version
 
-    from vllm_hetero_spec.engine.compat.releases import SUPPORTED, installed
+    from vllm_hetero_spec.engine.compat.releases import SERIES, installed
 
-    supported = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
     try:
         installed()
     except ConfigError as error:
         raise _Fault(str(version), str(error)) from error
-    return f"{version} (supported: {supported})"
+    return f"{version} (supported: {SERIES})"
 
 
 def _platform() -> str:

@@ -13,6 +13,7 @@ from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.cli import advise, bench, compare, doctor, inspect
 from vllm_hetero_spec.cli.options import refusal
+from vllm_hetero_spec.engine.compat.releases import INSTALL
 from vllm_hetero_spec.errors import ConfigError, first_line
 
 _HUNG_UP = 141  # exit code that a shell reports after SIGPIPE
@@ -64,6 +65,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 1
     except MeasurementError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "vllm"):
+            raise
+        print(f"error: vLLM is not installed; {INSTALL}.", file=sys.stderr)
         return 1
     except BrokenPipeError:
         raise

