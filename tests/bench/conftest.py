@@ -33,7 +33,7 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder that looks like the demo pair until a model is loaded."""
     folder = tmp_path / "demo"
-    for model in ("target", "target-wide", "drafter"):
+    for model in ("target", "target-wide", "drafter", "parallel"):
         (folder / model).mkdir(parents=True)
         (folder / model / "config.json").write_text("{}")
     lines = ['{"prompt": "' + letter * 800 + '"}\n' for letter in "abcdefghijklmnopqrst"]

@@ -429,7 +429,17 @@ def test_rows_of_hugging_face_may_lie_in_a_folder(
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "long", "lookahead", "parallel", "paper", "real", "spec_bench", "trees"],
+    [
+        "demo",
+        "draft_ahead",
+        "long",
+        "lookahead",
+        "parallel_drafters",
+        "paper",
+        "real",
+        "spec_bench",
+        "trees",
+    ],
 )
 def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
