@@ -12,11 +12,13 @@ from typing import Any
 
 import position_pair
 import pytest
+import torch
 from harness import engine, metrics_of, patient, proposer_of, slem
 from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.drafter import parallel
+from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 
 pytestmark = pytest.mark.engine
 
@@ -106,6 +108,16 @@ def test_drafts_are_made_ahead(pair: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert gained["num_accepted_tokens"] == gained["num_draft_tokens"] > 100
     assert stats["drafts_ahead"] >= gained["num_drafts"] > 0
     assert stats["drafter_tokens"] > 5 * stats["forwards"]
+
+
+def test_a_mask_of_the_tokenizer_is_never_drafted() -> None:
+    rules = PickConfig(vocab_size=4, banned=torch.tensor([2]))
+    logits = torch.tensor([[0.0, 5.0, 9.0, 1.0, 20.0]])  # the last row is no token
+    found = {
+        mask: int(parallel.without_mask(rules, mask).only_real(logits.clone()).argmax())
+        for mask in (1, 4)
+    }
+    assert found == {1: 3, 4: 1}
 
 
 def test_an_ordinary_drafter_of_the_same_weights(pair: Path) -> None:

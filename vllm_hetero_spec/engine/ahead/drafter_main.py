@@ -100,7 +100,7 @@ def _load(
     from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
     from vllm_hetero_spec.engine.drafter.method import first_token_sampling
     from vllm_hetero_spec.engine.drafter.model import DrafterModel
-    from vllm_hetero_spec.engine.drafter.parallel import make_parallel, never_drafted
+    from vllm_hetero_spec.engine.drafter.parallel import make_parallel, without_mask
     from vllm_hetero_spec.engine.drafter.recording import Recording
     from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
     from vllm_hetero_spec.engine.seam.drafter_config import (
@@ -136,15 +136,16 @@ def _load(
     model = DrafterModel(config, worker.device, lambda of: kv_budget(options, target, length, of))
     tokens, device = given.tokens, worker.device
     mask = parallel_mask(given.drafter_config, options)
-    banned = never_drafted(given.banned, mask, given.vocab_size)
     rules = PickConfig(
         vocab_size=given.vocab_size,
-        banned=torch.tensor(banned, dtype=torch.long, device=device),
+        banned=torch.tensor(sorted(given.banned), dtype=torch.long, device=device),
         ends=given.ends,
         sampling=None if tokens is None else first_token_sampling(tokens, device),
         confidences=True,
         beside=RIVALS,
     )
+    if mask is not None:
+        rules = without_mask(rules, mask)
     drafter = Drafter(model, rules, options.num_speculative_tokens, most_rows)
     if mask is not None:  # chains have tokens for two drafts
         make_parallel(drafter, mask, places=1 + given.longest // 2)

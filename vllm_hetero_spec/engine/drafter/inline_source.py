@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.drafter.draft_batch import DraftBatchRunner
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
-from vllm_hetero_spec.engine.drafter.parallel import make_parallel, never_drafted
+from vllm_hetero_spec.engine.drafter.parallel import make_parallel, without_mask
 from vllm_hetero_spec.engine.drafter.recording import Recording, idle_prefill, idle_step
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
@@ -84,16 +84,17 @@ class InlineSource:
         mask = parallel_mask(drafter_config, options)
         sampling = sampling_of(options, pair, width, device, ranks, likeliest, merges=mask is None)
         self.draws = sampling is not None
-        banned = never_drafted(pair.bridge.banned, mask, pair.drafter.vocab_size)
         rules = PickConfig(
             vocab_size=pair.drafter.vocab_size,
-            banned=torch.tensor(banned, dtype=torch.long, device=device),
+            banned=torch.tensor(sorted(pair.bridge.banned), dtype=torch.long, device=device),
             ends=pair.bridge.drafter_eos,
             sampling=sampling,
             confidences=options.controller != "fixed",
             beside=_BESIDE if options.tree_nodes else 0,
             back=pair.token_healing,
         )
+        if mask is not None:
+            rules = without_mask(rules, mask)
         lookahead = options.num_speculative_tokens
         self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
         if mask is not None:

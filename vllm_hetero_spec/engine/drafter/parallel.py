@@ -9,7 +9,8 @@ like any other text. So `DraftSequence.kv_ids` never contains a draft, and a blo
 never published.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 from vllm_hetero_spec.staging import Send
 
 
-def never_drafted(banned: Collection[int], mask: int | None, vocab_size: int) -> list[int]:
-    """Return the banned ids with the mask token, if that is one of the tokenizer's ids."""
-    return sorted({*banned, *(() if mask is None or mask >= vocab_size else (mask,))})
+def without_mask(rules: PickConfig, mask: int) -> PickConfig:
+    """Return rules that never pick the mask token. It may be one of the tokenizer's ids."""
+    if mask >= rules.vocab_size:
+        return rules
+    return replace(rules, banned=torch.cat([rules.banned, rules.banned.new_tensor([mask])]))
 
 
 def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
