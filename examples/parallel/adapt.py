@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -35,7 +36,7 @@ def read(paths: Sequence[Path]) -> list[str]:
     return [file.read_text(encoding="utf-8", errors="ignore") for file in files]
 
 
-def stream(tokenizer, texts: Sequence[str]) -> torch.Tensor:
+def stream(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
     """Join all texts to one int64 vector [tokens], with an end token behind each."""
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in (*ids, tokenizer.eos_token_id)])
@@ -62,7 +63,7 @@ def continuations(folder: str, texts: Sequence[str], batches: int) -> list[str]:
     return found
 
 
-def add_mask(model, tokenizer, given: int | None) -> int:
+def add_mask(model: Any, tokenizer: Any, given: int | None) -> int:
     """Return the id of the mask token; by default a new one, which may need an embedding row."""
     mask = len(tokenizer) if given is None else given
     if model.get_input_embeddings().num_embeddings <= mask:
@@ -86,7 +87,7 @@ def layout(cuts: torch.Tensor, length: int, places: int) -> tuple[torch.Tensor, 
     return positions, seen_text | (seen_masks & (positions[None] <= positions[:, None]))
 
 
-def losses(model, rows: torch.Tensor, mask: int, places: int) -> torch.Tensor:
+def losses(model: Any, rows: torch.Tensor, mask: int, places: int) -> torch.Tensor:
     """Return the mean loss at each place, [places], in nats per token, for texts [rows, length]."""
     count, length = rows.shape
     cuts = torch.randperm(length - places)[:CUTS]
@@ -103,7 +104,7 @@ def losses(model, rows: torch.Tensor, mask: int, places: int) -> torch.Tensor:
     return torch.cat([own[None], each.view(-1, places - 1).mean(0)])
 
 
-def optimizers(model, rate: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of the layers, and AdamW for all other parameters."""
     ends = {id(of.weight) for of in (model.get_input_embeddings(), model.get_output_embeddings())}
     inner = [each.ndim == 2 and id(each) not in ends for each in model.parameters()]
