@@ -210,9 +210,9 @@ FAULTS = [
     Fault(
         SPEED,
         "`goodput` never disables speculation",
-        f"{PACKAGE}/lookahead/on_off.py",
-        "else gain < _END:",
-        "else gain < 0:",
+        f"{PACKAGE}/lookahead/goodput.py",
+        "self.off = gain <",
+        "self.off = 0 * gain >",
         (
             "lookahead/test_goodput.py::test_a_drafter_that_becomes_useless_and_recovers",
             "lookahead/test_goodput.py::test_never_slower_and_as_fast_as_the_best_fixed",

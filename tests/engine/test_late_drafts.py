@@ -8,6 +8,7 @@ import pytest
 
 from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
@@ -48,7 +49,8 @@ def simulated(
         drafter=[(n, drafter) for n in SIZES],
         catch_up=0.0,
     )
-    controller, drafts = Goodput(Estimates.of(costs, LONGEST), clock=lambda: now), LateDrafts()
+    known = Estimates.of(costs, LONGEST, DraftSteps(each=0.0))  # as in an engine
+    controller, drafts = Goodput(known, clock=lambda: now), LateDrafts()
     on = waits = tokens = 0
     began = 0.0
     for step in range(steps):
@@ -68,11 +70,13 @@ def simulated(
                 waited = there * drafter
                 waits += there > 0
             rate = accepts if late is None or not waited else late
+            confidences = [0.7] * there
+            there = controller.trim([confidences])[0]
             accepted = next((n for n in range(there) if chance.random() >= rate), there)
             if waited and controller.policy is not None:
                 drafts.observe(controller.policy, there, accepted, False)
-            if there or not plan.probe:
-                controller.observe_acceptance(there, accepted, [0.7] * there, wanted)
+            if confidences or not plan.probe:
+                controller.observe_acceptance(there, accepted, confidences, wanted)
             controller.observe_draft(
                 1,
                 LONGEST,
@@ -107,8 +111,8 @@ def test_what_is_not_there_is_waited_for_where_that_is_cheap() -> None:
 
 def test_late_drafts_that_bring_less_than_others_are_waited_for_now_and_then() -> None:
     """If the drafter did not foresee the target's token, its next drafts are often rejected."""
-    worth = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800)
-    poor = simulated(hits=0.7, accepts=0.9, drafter=0.006, steps=1800, late=0.1)
+    worth = simulated(hits=0.7, accepts=0.9, drafter=0.004, steps=1800)
+    poor = simulated(hits=0.7, accepts=0.9, drafter=0.004, steps=1800, late=0.1)
     assert worth.waited > 0.25 * worth.on
     assert 0 < poor.waited < 0.08 * poor.on
     # As fast as without waiting, which a drafter step of 0.5 s rules out.
@@ -125,6 +129,13 @@ def test_a_useless_drafter_ends_at_no_speculation(
     seen = simulated(hits, accepts, drafter, steps=1200)
     assert seen.on < 0.05
     assert seen.gain > 0.98
+
+
+def drafts_that_are_tried() -> LateDrafts:
+    """Return statistics by which late drafts are as good as others."""
+    drafts = LateDrafts()
+    drafts.share = 1.0
+    return drafts
 
 
 def policy_of(drafter: float, row: float = 0.0, rate: float = 40.0, batch: int = 1) -> StepPolicy:
@@ -150,26 +161,22 @@ def test_nothing_is_waited_for_in_the_beginning() -> None:
     assert [drafts.wait(policy, [0], LONGEST, 1.0, 0)[0] for _ in range(9)] == [LONGEST] * 9
 
 
-def waited(policy: StepPolicy, each: float = 1.0, unread: int = 0) -> tuple[int, float]:
-    """Return the decision when late drafts are tried, that is, treated like others."""
-    drafts = LateDrafts()
-    for _ in range(16):
-        assert drafts.wait(policy, [0], LONGEST, each, unread) == (0, 0.0)
-    return drafts.wait(policy, [0], LONGEST, each, unread)
-
-
 def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
-    cheap, seconds = waited(policy_of(0.001))
+    drafts = drafts_that_are_tried()
+    cheap, seconds = drafts.wait(policy_of(0.001), [0], LONGEST, 1.0, 0)
     assert cheap == LONGEST
     # At most the time that the draft gains: 0.7 + 0.7^2 + ... tokens, at 40 tokens per second.
     assert 0.001 * LONGEST < seconds == pytest.approx(1.773 / 40, rel=0.1)
-    some, _ = waited(policy_of(0.011))
+    some, _ = drafts.wait(policy_of(0.011), [0], LONGEST, 1.0, 0)
     assert 0 < some < LONGEST
-    assert waited(policy_of(0.05)) == (0, 0.0)
-    assert waited(policy_of(0.011), each=3.0) == (0, 0.0)
-    assert waited(policy_of(0.001), unread=100) == (0, 0.0)
-    assert waited(policy_of(0.001, rate=4000.0)) == (0, 0.0)
-    assert waited(policy_of(0.001, row=0.05)) == (0, 0.0)  # expensive rows
+    assert drafts.wait(policy_of(0.05), [0], LONGEST, 1.0, 0) == (0, 0.0)
+    assert drafts.wait(policy_of(0.011), [0], LONGEST, 3.0, 0) == (0, 0.0)  # 3 steps per token
+    assert drafts.wait(policy_of(0.001), [0], LONGEST, 1.0, 100) == (0, 0.0)  # 100 unread tokens
+    assert drafts.wait(policy_of(0.001, rate=4000.0), [0], LONGEST, 1.0, 0) == (0, 0.0)
+    assert drafts.wait(policy_of(0.001, row=0.05), [0], LONGEST, 1.0, 0) == (
+        0,
+        0.0,
+    )  # expensive rows
 
 
 def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
@@ -194,3 +201,14 @@ def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
     assert guesses(0.002, hit, each=4.0) < few
     assert guesses(0.002, (0, 0, 0, 0, None), each=2.0) == 0  # no guess was ever hit
     assert guesses(0.002, (0, 1, 2, 3, 4, 5)) > few
+
+
+def test_a_parallel_drafter_drafts_all_tokens_in_one_forward() -> None:
+    """All tokens cost one step of waiting. Branches have their tokens if two forwards fit."""
+    drafts = LateDrafts(parallel=True)
+    drafts.share = 1.0
+    for each in (1.0, 4.0):
+        assert drafts.wait(policy_of(0.02), [0], LONGEST, each, 0)[0] == LONGEST
+    assert drafts.wait(policy_of(0.05), [0], LONGEST, 1.0, 0) == (0, 0.0)
+    for drafter, lines in ((0.0016, 8), (0.004, 2), (0.011, 0), (0.02, 0), (0.05, 0)):
+        assert drafts.guesses(policy_of(drafter), 1, LONGEST, 4.0, 8) == lines

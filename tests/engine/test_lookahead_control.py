@@ -36,7 +36,6 @@ from vllm_hetero_spec.lookahead.controllers import (
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.options import ConfidenceOptions
 from vllm_hetero_spec.trees.branch_statistics import BranchStatistics
 from vllm_hetero_spec.trees.values import TreeValues
@@ -258,13 +257,11 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
 def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     """Drafts that were ready, or that did not arrive, do not change these rates."""
     costs = CostModel(target=[(1, 0.05), (8, 0.06)], drafter=[(1, 0.004), (8, 0.004)])
-    known = Estimates.of(costs, 4)
-    control, ahead = precomputed(Goodput(known))
+    control, ahead = precomputed(Goodput(Estimates.of(costs, 4)))
     late = ahead.late
+    late.share = before = 1.0
     step = step_of({"a": [1], "b": [1], "c": [1]})
     ahead.observe(step)
-    late.observe(StepPolicy(known, 40.0, 3, 15, [False] * 3), 4, 4, False)
-    before = late.rates(False, 4)
     control.plan(step, [0, 0, 0])
     tokens, _ = ahead.wait({"a": 4, "c": 4}, 1.0, 0)
     assert tokens > 0
@@ -274,12 +271,12 @@ def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     assert lengths["a"] > 1
     others = step_of({"b": [1, 2], "c": [1]}, {"b": lengths["b"], "c": 0})
     ahead.observe(replace(others, live=set("abc")))
-    assert late.rates(False, 4) == before
+    assert late.share == before
     ahead.observe(step_of({"a": [1]}, {"a": lengths["a"]}))
-    assert late.rates(False, 4)[0] < before[0]
-    known_now = late.rates(False, 4)
+    assert late.share < before
+    known_now = late.share
     ahead.observe(step_of({"a": [1, 2]}, {"a": 0}))
-    assert late.rates(False, 4) == known_now
+    assert late.share == known_now
 
 
 def test_what_requests_ask_for_goes_first() -> None:

@@ -25,9 +25,9 @@ def test_some_of_many_steps_without_drafts_are_looked_at() -> None:
     assert first == [0, 1, 2, 64, 65, 128, 129]
     assert not looks.passes(False, 4)
     assert [looks.passes(True, 4) for _ in range(4)] == [False, False, True, True]
-    # 5 requests instead of 4 count as the same batch; 6 requests count as another one.
-    assert [looks.passes(True, 5), looks.passes(True, 6)] == [True, False]
-    assert [looks.passes(True, 6) for _ in range(4)] == [False, False, True, True]
+    # 7 requests instead of 4 count as the same batch; 8 requests count as another one.
+    assert [looks.passes(True, 7), looks.passes(True, 8)] == [True, False]
+    assert [looks.passes(True, 8) for _ in range(4)] == [False, False, True, True]
 
 
 # ---- engines -------------------------------------------------------------------------------------

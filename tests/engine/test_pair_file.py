@@ -16,7 +16,7 @@ from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec.engine import pair_file, step_timing
 from vllm_hetero_spec.engine.pair_file import PairFile
-from vllm_hetero_spec.lookahead.acceptance_stats import Observation
+from vllm_hetero_spec.lookahead.acceptance import Observation
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput

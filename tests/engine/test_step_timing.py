@@ -102,7 +102,9 @@ def test_engines_that_wait_for_each_other_take_as_many_steps(
         source: Any = SimpleNamespace(
             step=lambda batch: None, read=lambda tokens: None, max_length=64
         )
-        drafting: Any = SimpleNamespace(source=source, parts=None)
+        drafting: Any = SimpleNamespace(
+            source=source, parts=None, unknown=lambda costs: Estimates.of(costs, 4)
+        )
         known = known_of_pair(file, seam, drafting, config, options)
         assert known is not None  # live timings update these estimates, and they are saved
         assert known.costs.knows_target != (experts and rank == 1)

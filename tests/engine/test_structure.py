@@ -38,7 +38,6 @@ MOVERS = {
     "draft/methods.py": "arrays of the host: tables of the pair",
     "engine/ahead/drafter_main.py": "banned ids, once at start",
     "engine/ahead/server_requests.py": "arrays of the host: what the drafter thought of its tokens",
-    "engine/ahead/late_drafts.py": "arrays of the host: estimates",
     "engine/ahead/table.py": "arrays of the host: drafts in shared memory",
     "engine/drafter/inline_source.py": "banned ids, once at start",
     "engine/drafter/method.py": "tables of the pair, once at start",

@@ -207,11 +207,12 @@ class Priced(Fixed):
 
     def __init__(self, price: float, rise: float = 0.0, side: float = 0.0) -> None:
         super().__init__(LOOKAHEAD)
-        self.price, self.rise, self.dear = price, rise, side
+        self.price, self.rise, self.tokens_per_second = price, rise, 1.0
         self.told: list[tuple[Any, ...]] = []
         self.found: list[tuple[Any, ...]] = []
         self.trees = 0
         self.branches: Any = SimpleNamespace(
+            read_seconds=side,
             add=lambda *figures: self.found.append(figures),
             found=self._took,
             trimmed=lambda trees, seconds: self.trimmed.append(trees),
@@ -224,9 +225,6 @@ class Priced(Fixed):
 
     def row_price(self, rows: int) -> float:
         return self.price + self.rise * rows
-
-    def side_price(self, context: int) -> float:
-        return self.dear * context
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
         self.told.append((batch, rows, again))

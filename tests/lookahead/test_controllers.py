@@ -103,6 +103,7 @@ def test_costs_first() -> None:
     assert controller.regime == "measuring"
     assert controller.plan(8, [6] * 8) == LookaheadPlan((0,) * 8)
     controller.observe_step(8, 8, 0.03)
+    clock.now += 0.1
     plan = controller.plan(8, [6] * 8)
     assert plan.probe
     assert 0 < sum(length > 0 for length in plan.lookahead) <= 4
@@ -251,6 +252,7 @@ def test_greedy_and_random_requests_are_told_apart() -> None:
         controller.plan(2, [6, 6], random=kinds)
         for random in kinds:
             controller.observe_acceptance(4, 0 if random else 4, [0.9] * 4, 4, random)
+        clock.now += 0.1
     controller.plan(2, [6, 6], random=kinds)
     assert controller.trim([[0.9] * 4, [0.9] * 4]) == [4, 0]
     assert controller.continue_drafting([[0.9], [0.9]]) == [True, False]

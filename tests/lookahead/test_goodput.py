@@ -25,7 +25,7 @@ from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.on_off import ProbeBudget
+from vllm_hetero_spec.lookahead.prober import Prober
 
 LONGEST = 8
 LOW = 0.97  # smallest share of the rate to be reached
@@ -296,17 +296,14 @@ def test_no_flapping_on_the_edge() -> None:
 
 def test_idle_time_is_not_saved_up_for_probes() -> None:
     """With bursts of one second, a minute apart, probes may lose a share of the bursts only."""
-    budget, probes, lost = ProbeBudget(0.0), 0, 0.02
+    prober, probes, lost = Prober(0.0), 0, 0.02
     for step in range(20 * 50):
         now = 60.0 * (step // 50) + 0.02 * (step % 50)
-        if not budget.early(now) and budget.affords(lost, free=True):
-            budget.begin()
-            budget.charge(lost)
-            budget.end()
-            budget.finish_probe(now, news=True)
+        if prober.due(now, lost, 1):
+            prober.hurry(now)
             probes += 1
-    # The first probe is free. Others may lose 1 % of 20 s of bursts and of 1 s of each idle gap.
-    assert 10 <= probes <= 1 + 0.01 * (20 + 20) / lost
+    # Probes may lose 0.1 s, and 1 % of 20 s of bursts and of 1 s of each idle gap.
+    assert 10 <= probes <= (0.1 + 0.01 * (20 + 20)) / lost
 
 
 def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
@@ -338,11 +335,14 @@ def test_probes_of_a_long_context_are_dear_and_rare() -> None:
 
 def test_forecasts_are_made_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the load is like the previous one, `plan` makes no forecast."""
-    _, controller = serve(Phase(2, 2.0, GOOD, machine(TARGETS["gpu"], 0.08)))
+    clock = Clock()
+    controller = Goodput(Estimates.of(CostModel(), LONGEST), clock=clock)
+    run(controller, clock, [Phase(2, 8.0, GOOD, machine(TARGETS["gpu"], 0.08))], limit=LONGEST)
     assert not controller.learns_first
     made, forecast = [], controller._choice.forecast
     monkeypatch.setattr(controller._choice, "forecast", lambda *of: made.append(1) or forecast(*of))
     for _ in range(40):
+        clock.now += 0.02
         controller.refresh_forecast()
         before = len(made)
         assert max(controller.plan(2, [LONGEST] * 2).lookahead) > 0

@@ -3,11 +3,12 @@
 
 import numpy as np
 import pytest
+from simulation import Clock
 
-from vllm_hetero_spec.lookahead.acceptance_stats import Observation
+from vllm_hetero_spec.lookahead.acceptance import Observation
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.forecast import Forecast, forecast
+from vllm_hetero_spec.lookahead.forecast import Forecast, Load, forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
@@ -47,7 +48,7 @@ def test_kinds_and_trees_are_averaged() -> None:
 
 def foreseen(branches: BranchStatistics | None, target: list[tuple[float, float]]) -> Forecast:
     known = Estimates.of(CostModel(target, [(1, 0.001)]), 4)
-    return forecast(known, 1, [4], GREEDY, 30.0, False, branches)
+    return forecast(known, Load(1, [4], GREEDY, 30.0), branches)
 
 
 def test_what_trees_bring_is_foreseen() -> None:
@@ -65,8 +66,10 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
         costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.02)], overhead=[(1, 0.0005)])
         known = Estimates.of(costs, 4)
         choice = TreeChoice(known, DEFAULT_TREE_WIDTH)
-        controller = Goodput(known, choice=choice, clock=lambda: 0.0)
+        clock = Clock()
+        controller = Goodput(known, choice=choice, clock=clock)
         for _ in range(80):
+            clock.now += 0.05
             plan = controller.plan(1, [4])
             (length,) = plan.lookahead
             if length:
@@ -101,8 +104,10 @@ def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
     known = Estimates.of(costs, 4)
     for _ in range(60):
         known.acceptance.observe(Observation(4, 1, [0.5] * 4, 4), False)
-    known.acceptance.learn(1.0)
-    chains, trees = (forecast(known, 1, [4], GREEDY, 40.0, early, of) for of in (None, branches))
+    known.acceptance.learn()
+    chains, trees = (
+        forecast(known, Load(1, [4], GREEDY, 40.0, early), of) for of in (None, branches)
+    )
     assert chains.beside == []
     assert trees.beside == pytest.approx([0.4, 0.3, 0.3, 0.2])
     assert len(trees.rates) == 4

@@ -10,7 +10,7 @@ from simulation import Clock
 from vllm_hetero_spec.lookahead.controllers import LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.forecast import forecast
+from vllm_hetero_spec.lookahead.forecast import Load, forecast
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.trees.policy import TreeChoice
 
@@ -176,14 +176,15 @@ def test_what_is_beside_chains_does_not_make_drafts_seem_worse() -> None:
     target = [(1, PLAIN), (2, PLAIN), (3, 1.1 * PLAIN), (8, 2 * PLAIN), (64, 16 * PLAIN)]
     costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])
     choice = TreeChoice(Estimates.of(costs, 4), width=3)
-    load = 1, [4], [False], 1.5 / PLAIN, False
-    chains = choice.forecast(*load, 1)
+    load = Load(1, [4], [False], 1.5 / PLAIN)
+    chains = choice.forecast(load, 1)
     assert not chains.beside
+    choice.plan(-9.0, 1)
     gains = []
     for number, likely in enumerate((0.1, 0.2, 0.4, 0.8)):
         choice.branches.add([1] * 7, [likely, *[0.02] * 6], [1] * 7, CONTEXT, False)
-        trees = forecast(Estimates.of(costs, 4), *load, choice.branches)
+        trees = forecast(Estimates.of(costs, 4), load, choice.branches)
         assert max(trees.rates) > 0.98 * max(chains.rates)
-        gains.append(choice.forecast(*load, 1).gain)
+        gains.append(choice.forecast(load, 1).gain)
         assert choice.plan(9.0 * number, 1).looks is (gains[-1] == chains.gain)
     assert gains[0] == chains.gain < gains[-1]

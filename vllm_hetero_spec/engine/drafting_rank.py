@@ -27,6 +27,7 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftTask
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.pair_file import PairFile
+from vllm_hetero_spec.engine.seam.drafter_model import parallel_mask
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
@@ -34,6 +35,7 @@ from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
 from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions, HeteroOptions
@@ -107,10 +109,10 @@ class DraftingRank:
         pool, length = self.source.pool, self.source.max_length
         longest = length - min(self.source.most_steps, length // 2)  # room for drafts
         self.requests = Requests(bridge, pool, stats, longest)
-        nothing = Estimates.of(CostModel(), options.num_speculative_tokens)
+        self._parallel = parallel_mask(drafter_config, options) is not None
         self._trees: TreePolicy | None
         self.observer: LookaheadControl | PrecomputedDrafts  # of steps and of rounds
-        self.control = self._controlled(nothing)
+        self.control = self._controlled(self.unknown(CostModel()))
         self._file: PairFile | None = None  # keeps the estimates
         self.parts: Parts = TREE_PARTS if options.tree_nodes else {}  # of these estimates
         stats.kv_blocks = pool.capacity
@@ -121,6 +123,15 @@ class DraftingRank:
             pool.capacity,
             pool.block_size,
         )
+
+    def unknown(self, costs: CostModel) -> Estimates:
+        """Return the estimates before any draft."""
+        steps = DraftSteps()
+        if self._options.draft_ahead:
+            steps = DraftSteps(each=0.0)  # the target waits for none of them
+        elif self._parallel:
+            steps = DraftSteps(extra=1.0, each=0.0)  # one forward drafts all tokens
+        return Estimates.of(costs, self._options.num_speculative_tokens, steps)
 
     def start_control(self, known: Estimates, file: PairFile) -> None:
         """Start a new controller with these estimates, and save what it learns to `file`."""
@@ -255,7 +266,8 @@ class DraftingRank:
             branches = None if choice is None else choice.branches
             self._trees = TreePolicy(values, branches, self._stats)
         control = LookaheadControl(controller, can_stop_early=can_stop, policy=self._trees)
-        self.observer = PrecomputedDrafts(control) if options.draft_ahead else control
+        ahead = options.draft_ahead
+        self.observer = PrecomputedDrafts(control, parallel=self._parallel) if ahead else control
         return control
 
     def _race_chances(self, *children: "np.ndarray") -> "np.ndarray":

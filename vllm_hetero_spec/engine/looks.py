@@ -5,7 +5,7 @@ Reading a step takes host time for each request, and without drafts no device wo
 some steps are read: two in a row, because the second one can be timed.
 """
 
-from vllm_hetero_spec.lookahead.on_off import other_batch
+from vllm_hetero_spec.lookahead.prober import other_batch
 
 _MANY = 2  # steps; the first ones without drafts, which are read
 _APART = 64  # steps; of so many later ones, the first two are read

@@ -141,7 +141,9 @@ def known_of_pair(
     parallel = config.parallel_config
     waits = config.model_config.is_moe and parallel.data_parallel_size > 1
     if waits or parallel.pipeline_parallel_size > 1:
-        return Estimates.of(CostModel(), positions) if group.is_first_rank else None
+        if drafting is None or not group.is_first_rank:
+            return None
+        return drafting.unknown(CostModel())
     began = time.perf_counter()
     target = time_steps(seam.target_forward, _most_rows(seam, config, options), agree)
     if drafting is None:
@@ -154,7 +156,7 @@ def known_of_pair(
     logger.info("Timed target and drafter in %.1f s.", time.perf_counter() - began)
     if not group.is_first_rank:
         return None
-    known = Estimates.of(costs, positions)
+    known = drafting.unknown(costs)
     file.write(known)
     return known
 

@@ -1,127 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of the acceptance rate of draft tokens, learnt from verification.
+"""Acceptance of draft tokens: a logistic regression, and recent drafts to replay.
 
-Position j of a draft is tested only if positions 1 .. j-1 were accepted, so rates are conditional:
-of the drafts that got as far as j, how many passed. Old tests count less and less.
+Greedy and sampled requests are separate kinds: a greedy target hardly ever rejects a confident
+token, a sampled one does so as often as it samples another token. Whole drafts are kept, because
+some are accepted entirely and others not at all, which a rate per position hides.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-_HALF_LIFE = 128  # drafts until a test counts half: rates within about 4 %, old text soon forgotten
-_PRIOR_RATE = 0.7  # a drafter is taken for a good one before any test, so that it is tried
-_PRIOR_WEIGHT = 2.0  # tests: the first few drafts outweigh the prior rate
-_NEIGHBOUR_WEIGHT = 3.0  # tests that the rate of the position before counts for as a prior
-_LEAST_TESTS = 10.0  # ageing leaves this many, or a mean would rest on one or two drafts
-
-# The regression of `Confidence`.
-_BEND = 0.5  # logit of a confidence of 0.62: about where drafters go from ignorant to right
+_BEND = 0.5  # logit of a confidence of 0.62, about where drafters go from ignorant to right
 _PRIOR_WEIGHTS = np.array([0.8, 0.0, 0.0, 0.0])  # slope 0.8: drafters are a little too sure
 _PRIOR_INFORMATION = np.diag([4.0, 4.0, 0.5, 4.0])  # 1 / variance; the offset varies most
-_HALF_LIFE_TOKENS = 256  # tokens until a test counts half: two for each draft of `_HALF_LIFE`
-_LEAST_VARIANCE = 0.1  # of one test: a sure prediction must not make its own refutation worthless
-_LARGEST_STEP = 2.0  # logits that a prediction may move at once, whatever the surprise
-_STEEPEST = 6.0  # logits: nothing is believed to be surer than 99.75 %, either way
-_LEAST_CONFIDENCE = 1.0 / (1.0 + math.exp(_STEEPEST))  # the same bound for what drafters say
-_LARGEST_CONFIDENCE = 1.0 - _LEAST_CONFIDENCE
+_HALF_LIFE = 1024  # tested tokens until a test counts half: rates within 2 %
+_LEAST_VARIANCE = 0.1  # of one test, so that a sure prediction can be refuted by a few
+_LARGEST_STEP = 2.0  # logits by which a batch of tests moves a prediction at most
+_STEEPEST = 6.0  # logits: no prediction is surer than 99.75 %
+_UNKNOWN = 0.5  # in the place of a missing confidence: only the position counts
+_PRIOR_RATE = 0.7  # acceptance of a drafter without any test: good enough to be tried
+_NEIGHBOUR = 3.0  # drafts that the rate of the position before counts for
+_JUDGED = 32.0  # accepted tokens, real or forecast, after which both are compared
+_CHANGED = 0.25  # ratio of both that shows a change: hard text has about half of the mean
+_AFTER_CHANGE = 0.02  # weight of earlier tests after a change: they are a hint, no more
+_KEPT = 256  # drafts replayed: enough for a mean within some percent, few enough to be quick
+_ADDED = 64  # of those verified since the last replay
+_SAVED = 128  # drafts, or half as many tests, that all earlier ones count for in a later run
+_ENDED = -1.0  # in the place of a confidence: the drafter had nothing more to propose
 
-# The least squares of `StepsOfDraft`: before any round, one step for each token, hardly any extra.
-_PRIOR_ROUNDS = 2.0  # rounds that the belief in no extra steps weighs
-_PRIOR_SQUARES = 0.25  # tokens squared that the belief in one step per token weighs
-_LEAST_STEPS = 0.05  # steps per token: a step of 20 tokens is beyond any drafter
 
+class Observation(NamedTuple):
+    """One verified draft, with the arguments of `Controller.observe_acceptance`."""
 
-class PositionRates:
-    """Conditional acceptance of each draft position: discounted counts with a prior.
-
-    The prior of a position is the rate of the one before, and of the first a constant: what holds
-    for the beginning of drafts is the best guess for depths that were never tried.
-
-    Args:
-        positions: Longest draft, in target tokens.
-    """
-
-    def __init__(self, positions: int) -> None:
-        self._tested = np.zeros(positions)
-        self._accepted = np.zeros(positions)
-
-    def observe(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count drafts that were verified together.
-
-        Args:
-            verified: Tokens of each draft that the target verified, [n].
-            accepted: Leading tokens of each that it accepted, [n].
-        """
-        depth = np.arange(len(self._tested))
-        lengths, passed = np.asarray(verified)[:, None], np.asarray(accepted)[:, None]
-        tests = ((depth < lengths) & (depth <= passed)).sum(0)
-        passes = (depth < np.minimum(lengths, passed)).sum(0)
-        keep = 0.5 ** (tests[0] / _HALF_LIFE)  # of all, so that untested depths are tried again
-        self._tested = self._tested * keep + tests
-        self._accepted = self._accepted * keep + passes
-
-    def age(self, keep: float) -> None:
-        """Let what was counted weigh `keep` times as much, down to a few tests; rates stay."""
-        scale = _aged(self._tested, keep)
-        self._tested *= scale
-        self._accepted *= scale
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the counts as JSON values."""
-        return {"tested": self._tested.tolist(), "accepted": self._accepted.tolist()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], positions: int, weight: float) -> "PositionRates":
-        """Restore the result of `to_dict` with the weight of at most `weight` drafts.
-
-        Raises:
-            ValueError: Invalid data.
-        """
-        rates = cls(positions)
-        rates._tested = numbers(saved["tested"], (positions,))
-        rates._accepted = numbers(saved["accepted"], (positions,))
-        if (rates._accepted < 0).any() or (rates._accepted > rates._tested).any():
-            raise ValueError("more was accepted than tested")
-        rates.age(weight / max(float(rates._tested[0]), weight))
-        return rates
-
-    def rates(self) -> np.ndarray:
-        """P[position j accepted | all before it were], float [positions]."""
-        rates = np.empty(len(self._tested))
-        rate, weight = _PRIOR_RATE, _PRIOR_WEIGHT
-        counts = zip(self._tested.tolist(), self._accepted.tolist(), strict=True)
-        for position, (tested, accepted) in enumerate(counts):
-            rate = (accepted + weight * rate) / (tested + weight)
-            rates[position] = rate
-            weight = _NEIGHBOUR_WEIGHT
-        return rates
+    verified: int
+    accepted: int
+    confidences: Sequence[float]
+    wanted: int
 
 
 class Confidence:
-    """From a drafter's confidence in its next token to the probability that it is accepted.
+    """Maps a drafter's confidence and the position of a token to the probability of acceptance.
 
-    Logistic regression that forgets old tests, with a prior that nearly takes the confidence at its
-    word. The score is a line with one bend in the confidence's logit (drafters are often right
-    about easy tokens and ignorant about hard ones), and a line in the logarithm of the position.
-    Four numbers are learnt sooner than a dozen bins: up to some hundred tests the excess loss is
-    half that of a rising map of bins, and 0.004 nats higher after many (measured in the tests).
-
-    The confidence must be known before the token is drawn, as the largest probability of its row.
+    A logistic regression that forgets old tests. Its prior nearly equals the confidence. The score
+    is linear in the confidence's logit, with one bend (drafters are often right about easy tokens
+    and ignorant about hard ones), and in the logarithm of the position.
     """
 
     def __init__(self) -> None:
         self._weights = _PRIOR_WEIGHTS.copy()
-        self._information = _PRIOR_INFORMATION.copy()
+        self._learnt = np.zeros_like(_PRIOR_INFORMATION)
         self._as_floats: list[float] = self._weights.tolist()
 
     def predict(self, confidences: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """P[accepted | all before it were], of the shape that the arguments make together.
+        """Return P[accepted | all before it were].
 
         Args:
-            confidences: From 0 to 1, both allowed; NaN, for none, stays NaN.
+            confidences: From 0 to 1, known before the token was sampled.
             positions: From 0.
         """
         slope, bend, offset, depth = self._as_floats
@@ -130,134 +66,236 @@ class Confidence:
         return _probability(score + (offset + depth * np.log1p(positions)))
 
     def chance(self, confidence: float, position: int) -> float:
-        """`predict` of a single token, without the cost of arrays."""
+        """`predict` for a single token, without the cost of arrays."""
         slope, bend, offset, depth = self._as_floats
-        if confidence <= _LEAST_CONFIDENCE:
-            logit = -_STEEPEST
-        elif confidence >= _LARGEST_CONFIDENCE:
-            logit = _STEEPEST
-        else:
-            logit = math.log(confidence / (1.0 - confidence))
+        inside = min(max(confidence, _LEAST_CONFIDENCE), 1.0 - _LEAST_CONFIDENCE)
+        logit = math.log(inside / (1.0 - inside))
         score = slope * logit + offset + depth * math.log1p(position)
-        if logit > _BEND:
-            score += bend * (logit - _BEND)
-        if abs(score) > _STEEPEST:
-            score = math.copysign(_STEEPEST, score)
-        return 1.0 / (1.0 + math.exp(-score))
+        score += bend * max(logit - _BEND, 0.0)
+        return 1.0 / (1.0 + math.exp(-min(max(score, -_STEEPEST), _STEEPEST)))
 
     def observe(
         self, confidences: Sequence[float], positions: Sequence[int], accepted: Sequence[bool]
     ) -> None:
         """Learn from tokens that were tested together, [n] each: one step of Newton's method."""
-        if not len(confidences):
-            return
         features = np.ones((4, len(confidences)))
         logit = features[0] = _logit(np.array(confidences, float))
         features[1] = np.maximum(logit - _BEND, 0.0)
         features[3] = np.log1p(positions)
         predicted = _probability(self._weights @ features)
-        keep = 0.5 ** (len(logit) / _HALF_LIFE_TOKENS)
-        learnt = (self._information - _PRIOR_INFORMATION) * keep
         variance = np.maximum(predicted * (1.0 - predicted), _LEAST_VARIANCE)
-        tests = (features * variance) @ features.T
-        self._information = _PRIOR_INFORMATION + learnt + tests
+        self.age(0.5 ** (len(logit) / _HALF_LIFE))
+        self._learnt += (features * variance) @ features.T
         surprise = features @ (np.array(accepted, float) - predicted)
-        step = np.linalg.solve(self._information, surprise)
+        step = np.linalg.solve(self._learnt + _PRIOR_INFORMATION, surprise)
         largest = float(np.abs(step @ features).max())
         self._weights += step * min(1.0, _LARGEST_STEP / max(largest, 1e-9))
         self._as_floats = self._weights.tolist()
 
     def age(self, keep: float) -> None:
-        """Let what was learnt weigh `keep` times as much; predictions stay."""
-        learnt = self._information - _PRIOR_INFORMATION
-        tests = np.array([self._tests])
-        self._information = _PRIOR_INFORMATION + learnt * float(_aged(tests, keep)[0])
+        """Let earlier tests weigh `keep` times as much; predictions stay."""
+        self._learnt *= keep
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return {"weights": self._as_floats, "information": self._information.tolist()}
+        """Return the state as JSON values, with the weight of at most `_SAVED` drafts."""
+        tests = float(self._learnt[2, 2]) / _LEAST_VARIANCE  # about
+        learnt = self._learnt * min(1.0, 2.0 * _SAVED / max(tests, 1.0))
+        return {"weights": self._as_floats, "learnt": learnt.tolist()}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "Confidence":
-        """Restore the result of `to_dict` with the weight of at most `weight` tokens.
+    def from_dict(cls, saved: Mapping[str, Any]) -> "Confidence":
+        """Restore the result of `to_dict`.
 
         Raises:
             ValueError: Invalid data.
         """
         confidence = cls()
         confidence._weights = numbers(saved["weights"], _PRIOR_WEIGHTS.shape)
-        confidence._information = numbers(saved["information"], _PRIOR_INFORMATION.shape)
-        if np.linalg.eigvalsh(confidence._information - _PRIOR_INFORMATION)[0] < -1e-6:
-            raise ValueError("the saved information matrix is below the prior")
+        confidence._learnt = numbers(saved["learnt"], _PRIOR_INFORMATION.shape)
+        if np.linalg.eigvalsh(confidence._learnt)[0] < -1e-6:
+            raise ValueError("the saved information is negative")
         confidence._as_floats = confidence._weights.tolist()
-        confidence.age(weight / max(confidence._tests, weight))
         return confidence
 
-    @property
-    def _tests(self) -> float:
-        """Approximate discounted number of observed tokens."""
-        return float((self._information - _PRIOR_INFORMATION)[2, 2]) / _LEAST_VARIANCE
 
-
-class StepsOfDraft:
-    """Drafter steps that a draft of so many target tokens takes.
-
-    A drafter step yields none, one or several target tokens, and a draft may end with a step that
-    only completes its last token: steps = extra + each * tokens, fitted to recent rounds.
+class _Kind:
+    """Statistics of the drafts of one kind of request.
 
     Attributes:
-        each: Steps that one target token more takes.
+        rates: Conditional acceptance of each position.
+        survival: P[accepted up to each position] of its recent drafts, float [n, positions].
     """
 
-    def __init__(self) -> None:
-        self._sums = (0.0,) * 5  # discounted: rounds, tokens, tokens squared, steps, steps * tokens
-        self._extra, self.each = 0.0, 1.0
+    def __init__(self, positions: int) -> None:
+        self._confidence = Confidence()
+        self._forecast = self._accepted = 0.0  # tokens, since they were last compared
+        self._new = 0  # recent drafts since then
+        self._recent = np.full((0, positions), np.nan)  # confidences, NaN where not asked for
+        self._replay(positions)
 
-    def observe(self, tokens: int, steps: float) -> None:
-        """Add a round: target tokens of its longest draft, and its drafter steps."""
-        if tokens <= 0 or steps < 0:
-            return
-        new = (1.0, tokens, tokens**2, steps, steps * tokens)
-        keep = 0.5 ** (1.0 / _HALF_LIFE)
-        self._sums = tuple(old * keep + one for old, one in zip(self._sums, new, strict=True))
-        self._fit()
+    def learn(self, drafts: Sequence[Observation]) -> None:
+        """Learn from at least one draft."""
+        if self._has_changed(drafts):
+            self._confidence.age(_AFTER_CHANGE)
+            self._recent = self._recent[len(self._recent) - self._new :]
+        tested = [
+            (draft.confidences[j], j, j < draft.accepted)
+            for draft in drafts
+            for j in range(min(draft.verified, draft.accepted + 1))
+        ]
+        if tested:
+            self._confidence.observe(*zip(*tested, strict=True))
+        positions = len(self.rates)
+        sample = drafts[:: math.ceil(len(drafts) / _ADDED)]
+        rows = np.full((len(sample), positions), np.nan)
+        for row, draft in zip(rows, sample, strict=True):
+            row[len(draft.confidences) : draft.wanted] = _ENDED
+            row[: len(draft.confidences)] = draft.confidences[:positions]
+        self._recent = np.concatenate([self._recent, rows])[-_KEPT:]
+        self._new = min(self._new + len(rows), len(self._recent)) if self._forecast else 0
+        self._replay(positions)
+
+    def survival_of(self, confidences: Sequence[float]) -> list[float]:
+        """Return P[accepted up to each token] of a draft, given its confidences."""
+        alive, survival, chance = 1.0, [], self._confidence.chance
+        for position, confidence in enumerate(confidences):
+            alive *= chance(confidence, position)
+            survival.append(alive)
+        return survival
+
+    def to_dict(self) -> dict[str, Any]:
+        recent = self._recent[-_SAVED:].round(4).tolist()
+        rows = [[None if math.isnan(x) else x for x in row] for row in recent]
+        return {"confidence": self._confidence.to_dict(), "recent": rows}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], positions: int) -> "_Kind":
+        kind = cls(positions)
+        kind._confidence = Confidence.from_dict(saved["confidence"])
+        rows = [[_ENDED - 1 if x is None else x for x in row] for row in saved["recent"]]
+        recent = numbers(rows, (len(rows), positions)) if rows else kind._recent
+        if ((recent > 1) | ((recent < 0) & (recent != _ENDED) & (recent != _ENDED - 1))).any():
+            raise ValueError("not confidences")
+        kind._recent = np.where(recent == _ENDED - 1, np.nan, recent)
+        kind._replay(positions)
+        return kind
+
+    def _has_changed(self, drafts: Sequence[Observation]) -> bool:
+        """Return True if accepted tokens are many times as many as the forecast ones, or as few.
+
+        The forecast is that of all recent drafts, because the drafter's confidences may change
+        with its acceptance. Runs of easy or hard text differ by less.
+        """
+        mean = np.cumsum([0.0, *self.survival.mean(0)]).tolist()
+        self._forecast += sum(mean[draft.verified] for draft in drafts)
+        self._accepted += sum(draft.accepted for draft in drafts)
+        few, many = sorted((self._forecast, self._accepted))
+        if many < _JUDGED:
+            return False
+        self._forecast = self._accepted = 0.0
+        return few < _CHANGED * many
+
+    def _replay(self, positions: int) -> None:
+        """Predict the acceptance of the recent drafts.
+
+        Positions that a draft was not asked for have the mean rate of the others, which includes
+        drafts that ended by themselves.
+        """
+        drafts, ended = self._recent, self._recent == _ENDED
+        predicted = self._confidence.predict(np.where(ended, 0.0, drafts), np.arange(positions))
+        predicted[ended] = 0.0
+        alive, rate, self.rates = np.ones(len(drafts)), _PRIOR_RATE, list[float]()
+        self.survival = np.empty((max(len(drafts), 1), positions))
+        for position in range(positions):
+            column, over = predicted[:, position], ended[:, position]
+            unknown = np.isnan(column)
+            asked = float(alive @ ~unknown)
+            proposed = float(alive @ ~(unknown | over))
+            total = float(alive @ np.where(unknown, 0.0, column))
+            rate = (total + _NEIGHBOUR * rate) / (proposed + _NEIGHBOUR)
+            goes_on = (proposed + _NEIGHBOUR) / (asked + _NEIGHBOUR)
+            alive = alive * np.where(unknown, rate * goes_on, column)
+            self.survival[:, position] = alive if len(drafts) else _PRIOR_RATE ** (position + 1)
+            self.rates.append(rate)
+
+
+class Acceptance:
+    """Statistics of all drafts.
+
+    Args:
+        positions: Largest draft length, in target tokens.
+
+    Attributes:
+        positions: As given.
+        drafts: Number of drafts learnt from.
+    """
+
+    def __init__(self, positions: int) -> None:
+        self.positions, self.drafts = positions, 0
+        self._kinds = _Kind(positions), _Kind(positions)  # greedy, sampled
+        self._observations: tuple[list[Observation], list[Observation]] = [], []
+
+    def observe(self, draft: Observation, random: bool) -> None:
+        """Record a verified draft of a greedy or sampled request, for `learn`."""
+        known = [_UNKNOWN if math.isnan(c) else c for c in draft.confidences]
+        known += [_UNKNOWN] * (draft.verified - len(known))
+        self._observations[random].append(draft._replace(confidences=known))
+
+    def learn(self) -> bool:
+        """Learn from the recorded drafts. Return True if there were any."""
+        for kind, drafts in zip(self._kinds, self._observations, strict=True):
+            if drafts:
+                self.drafts += len(drafts)
+                kind.learn(drafts)
+        learnt = any(self._observations)
+        self._observations = [], []
+        return learnt
+
+    def rates(self, random: bool) -> list[float]:
+        """Return the conditional acceptance of each position, as of the last `learn`."""
+        return self._kinds[random].rates
+
+    def survival_of(self, confidences: Sequence[float], random: bool) -> list[float]:
+        """Return P[accepted up to each token] of a draft under way, by its confidences."""
+        known = [_UNKNOWN if math.isnan(c) else c for c in confidences]
+        return self._kinds[random].survival_of(known)
+
+    def replayed(self, random: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
+        """Return recent drafts in groups of the batch, which are drafted together.
+
+        Args:
+            random: One entry per request to draft for, at least one; True if it is sampled.
+
+        Returns:
+            P[accepted up to each position], float [groups, requests, positions]; and the
+            conditional acceptance of each position, float [requests, positions].
+        """
+        kinds = np.array(random)
+        counts = {kind: np.count_nonzero(kinds == kind) for kind in set(random)}
+        groups = max(math.ceil(len(self._kinds[k].survival) / n) for k, n in counts.items())
+        survival = np.empty((groups, len(kinds), self.positions))
+        for kind, count in counts.items():
+            drafts = np.resize(self._kinds[kind].survival, (groups * count, self.positions))
+            survival[:, kinds == kind] = drafts.reshape(groups, count, self.positions)
+        return survival, np.array([self.rates(kind) for kind in random])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        return {"sums": list(self._sums)}
+        greedy, sampled = (kind.to_dict() for kind in self._kinds)
+        return {"drafts": self.drafts, "greedy": greedy, "random": sampled}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any], weight: float) -> "StepsOfDraft":
-        """Restore the result of `to_dict` with the weight of at most `weight` rounds.
+    def from_dict(cls, saved: Mapping[str, Any], positions: int) -> "Acceptance":
+        """Restore the result of `to_dict`.
 
         Raises:
             ValueError: Invalid data.
         """
-        steps = cls()
-        sums = numbers(saved["sums"], (len(steps._sums),))
-        if (sums < 0).any():
-            raise ValueError("sums below 0")
-        steps._sums = tuple((sums * weight / max(float(sums[0]), weight)).tolist())
-        steps._fit()
-        return steps
-
-    def _fit(self) -> None:
-        rounds, total, squares, taken, products = self._sums
-        rounds, squares = rounds + _PRIOR_ROUNDS, squares + _PRIOR_SQUARES
-        products += _PRIOR_SQUARES
-        determinant = rounds * squares - total**2
-        self._extra = max((squares * taken - total * products) / determinant, 0.0)
-        self.each = max((rounds * products - total * taken) / determinant, _LEAST_STEPS)
-
-    def expected(self, tokens: float) -> float:
-        """Steps of a draft of so many target tokens."""
-        return self._extra + self.each * tokens
-
-
-def _aged(tests: np.ndarray, keep: float) -> np.ndarray:
-    """Factors that age counts by `keep`, but not below a few tests."""
-    floor = np.minimum(1.0, _LEAST_TESTS / np.maximum(tests, 1e-9))
-    return np.maximum(keep, floor)
+        acceptance = cls(positions)
+        acceptance.drafts = int(saved["drafts"])
+        greedy, sampled = (_Kind.from_dict(saved[kind], positions) for kind in ("greedy", "random"))
+        acceptance._kinds = greedy, sampled
+        return acceptance
 
 
 def numbers(saved: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -272,15 +310,15 @@ def numbers(saved: Any, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
+_LEAST_CONFIDENCE = 1.0 / (1.0 + math.exp(_STEEPEST))
+
+
 def _logit(confidences: np.ndarray) -> np.ndarray:
-    """The logit, bounded."""
-    inside = np.minimum(np.maximum(confidences, _LEAST_CONFIDENCE), _LARGEST_CONFIDENCE)
+    inside = np.clip(confidences, _LEAST_CONFIDENCE, 1.0 - _LEAST_CONFIDENCE)
     logit: np.ndarray = np.log(inside / (1.0 - inside))
     return logit
 
 
 def _probability(scores: np.ndarray) -> np.ndarray:
-    """Return the probabilities of bounded logits."""
-    bounded = np.minimum(np.maximum(scores, -_STEEPEST), _STEEPEST)
-    probability: np.ndarray = 1.0 / (1.0 + np.exp(-bounded))
+    probability: np.ndarray = 1.0 / (1.0 + np.exp(-np.clip(scores, -_STEEPEST, _STEEPEST)))
     return probability

@@ -80,11 +80,13 @@ class Controller(ABC):
         regime: Short description of the present behavior; changes are logged.
         off: True if speculation is disabled at present, except for probes.
         policy: Prices of the present step; None if the controller has none.
+        tokens_per_second: Price of a second in tokens; 0 if the controller has none.
     """
 
     regime = "drafting"
     off = False
     policy: StepPolicy | None = None
+    tokens_per_second = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -144,14 +146,6 @@ class Controller(ABC):
     def row_price(self, rows: int) -> float:
         """Return the price in tokens of one more row in a step of `rows` rows."""
         return 0.0 if self.policy is None else self.policy.row_price(rows)
-
-    def side_price(self, context: int) -> float:
-        """Return the price in tokens of a branch, without its rows.
-
-        Args:
-            context: Tokens of its request, which the branch reads again.
-        """
-        return 0.0 if self.policy is None else self.policy.side_price(context)
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:  # noqa: B027
         """Observe a target step without prefill.

@@ -1,45 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs in seconds of target steps, of drafter steps, and of the overhead of a draft.
+"""Costs in seconds of target steps, drafter steps, and the overhead of a draft.
 
-They are calibrated at start-up if possible, and corrected by every step. Target steps without
-drafts (plain, one row per request) and with drafts are separate kinds, because their difference
-decides whether to speculate.
+Start-up timing gives a table for each kind of step. Live steps correct it by medians, which ignore
+single pauses and follow lasting changes: one factor for the speed of the machine, and one for each
+size of step. Target steps without drafts (plain) and with drafts (verifying) are separate kinds,
+because their difference decides whether to speculate.
 """
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+from operator import itemgetter
+from statistics import median
 from typing import Any
 
-from vllm_hetero_spec.lookahead.curve import CostCurve, Points
+Points = Sequence[tuple[float, float]]  # (size, seconds)
 
-_PLAIN, _VERIFY = 0, 1  # kinds of target steps
-_USUAL_FEED = 4  # context tokens per request that any round feeds: what was emitted last
-_LONG_FEED = 64  # tokens of a catch-up that is long enough to say what one of them costs
-_CALIBRATED_FEED = 256.0  # tokens that a calibrated catch-up weighs: outweighed by a few long ones
-_KEEP = 0.9  # weight of one long catch-up against the next: they are few, ten are remembered
-_CALIBRATED_AGAIN = 1024.0  # KV tokens read again that what was known weighs: a step or two
-_KEEP_AGAIN = 0.98  # weight of a step with sides against the next: what they take is near the noise
-_KEEP_WIDE = 0.95  # weight of a round with trees against the next: twenty are remembered
-_FREE_ROUNDS = 4.0  # such rounds that the belief weighs that their steps take no longer
-_FAR = 0.5  # beyond this much more or less it is a pause, or another machine
-_LEAST_OVERHEAD = 1e-6  # seconds: a curve of logarithms cannot learn 0
-_LONG_AGO = 256  # steps since a plain one, from which on it is less and less certain
-_COLD = 1.25  # a first step this much above what is expected made kernels; noise is well below it
+_SIZES = [1.0, 2.0, 3.0, *(float(part << octave) for octave in range(10) for part in range(4, 8))]
+_NEAR = 1.06  # factor by which a size is below the one that it counts for, at most
+_GROWTH = 0.15  # exponent of the size for seconds if one size is known: mostly memory-bound
+_WINDOW = 15  # measurements of a median: 5 % of noise leave 1.6 %, and 8 outvote what was before
+_OFTEN = 10  # measurements of a size from which on another one shows that the machine has changed
+_SELDOM = 5  # measurements of a size that was not timed, below which its cost is doubtful
+_ERROR = 0.5  # standard error of a median of `_WINDOW`, over the median deviation: 1.25 / 0.67 / 4
+_NEARNESS = 30.0  # exponent of the ratio of two sizes; the next size counts for some percent
+_COLD = 1.25  # a first step of a size that is slower by this factor may have compiled kernels
+_USUAL_FEED = 4  # context tokens per request that any round reads: those emitted last
+_LONG_FEED = 64  # tokens of a catch-up from which on its time is not noise
+_first = itemgetter(0)
+
+
+class Recent:
+    """Median of the last measurements; 0 without any.
+
+    Args:
+        prior: Initial measurements.
+    """
+
+    def __init__(self, prior: Sequence[float] = ()) -> None:
+        self._values = deque(prior, maxlen=_WINDOW)
+        self.value = median(prior) if prior else 0.0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        """Add a measurement."""
+        self._values.append(value)
+        self.value = median(self._values)
+
+
+class CostTable:
+    """Seconds of one kind of step by size, linear between known sizes and never falling.
+
+    A size that was measured seldom differs from its timing because the timing is off, and so do
+    the sizes next to it. One that was measured often differs because the machine has changed, and
+    so do all sizes.
+
+    Args:
+        points: Timed (size, seconds). Without any, the first measurement gives the level.
+        speed: Logarithm of measured over usual seconds, shared by kinds that change together.
+    """
+
+    def __init__(self, points: Points = (), speed: Recent | None = None) -> None:
+        self._speed = Recent([0.0] * _OFTEN) if speed is None else speed
+        self._spread = Recent()  # deviations of single measurements, logarithms
+        self._own: dict[float, Recent] = {}  # of measured sizes: usual over timed, logarithms
+        timed = {s: t for s, t in sorted(points) if s > 0 and 0 < t < math.inf}
+        self._timed = sorted(timed.items())
+        self._update()
+
+    @property
+    def known(self) -> bool:
+        """True if any step was timed."""
+        return bool(self._timed)
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds of a step of this size; extrapolated beyond the known sizes."""
+        return math.exp(self._speed.value) * _line(size, self._curve)
+
+    def hoped(self, size: float) -> float:
+        """Return `seconds`; if such a size was measured seldom, the least that it may take.
+
+        Between two known sizes, seconds are no less than the lines through the known sizes on
+        either side, because costs that are flat at first and then rise bend upwards.
+        """
+        known = [point for point in self._curve if not self._is_doubtful(point[0])]
+        at = bisect_right(known, size, key=_first)
+        if not (self._is_doubtful(_nearest(size)) and 0 < at < len(known)):
+            return self.seconds(size)
+        sides = known[max(at - 2, 0) : at], known[at : at + 2]
+        least = max(_line(size, side) if len(side) > 1 else 0.0 for side in sides)
+        least = max(least, known[at - 1][1])
+        return min(math.exp(self._speed.value) * least, self.seconds(size))
+
+    def _is_doubtful(self, size: float) -> bool:
+        """Return True if the size was measured seldom, and not timed."""
+        return size not in self._sizes and len(self._own.get(size, ())) < _SELDOM
+
+    def observe(self, size: float, seconds: float) -> None:
+        """Learn from a measurement; ignore one that is not a positive number."""
+        if not (size > 0 and 0 < seconds < math.inf):
+            return
+        if not self.known:
+            self._timed = [(size, seconds * math.exp(-self._speed.value))]
+            self._update()
+        nearest = _nearest(size)
+        cold = nearest not in self._own and seconds > _COLD * self.seconds(size)
+        if nearest not in self._own:
+            self._own[nearest] = Recent()
+        own = self._own[nearest]
+        if cold:
+            return
+        off = math.log(seconds / _line(size, self._timed))
+        if len(own) >= _OFTEN:
+            self._spread.add(abs(off - own.value - self._speed.value))
+            self._speed.add(off - own.value)
+        own.add(off - self._speed.value)
+        self._update()
+
+    def doubt(self) -> None:
+        """Let the next few measurements decide whether the machine has changed."""
+        self._speed = Recent([self._speed.value])
+
+    def slope(self, size: float, first: int, last: int) -> float:
+        """Return the additional seconds of one more unit at `size`, between `first` and `last`.
+
+        Kernels work in tiles: one row may cost much and the next ones nothing. The lower convex
+        hull between both ends spreads such a cost, so that drafts do not end just before it. After
+        such a row, the mean up to a later one is less. A rise within the error of medians is none.
+        """
+        if (first, last) not in self._slopes:
+            last = max(last, first + 1)
+            sizes = [first, *(s for s, _ in self._curve if first < s < last), last]
+            widths = [high - low for low, high in pairwise(sizes)]
+            seconds = [_line(s, self._curve) for s in sizes]
+            rises = [high - low for low, high in pairwise(seconds)]
+            slopes = [rise / width for rise, width in zip(rises, widths, strict=True)]
+            slopes = rising(slopes, widths)
+            known = [i for i, s in enumerate(sizes) if not self._is_doubtful(s)]
+            noise = 1.0 + _ERROR * self._spread.value
+            for low, high in combinations(known, 2):
+                rise = max(seconds[high] - noise * seconds[low], 0.0)
+                slopes[low] = min(slopes[low], rise / (sizes[high] - sizes[low]))
+            self._slopes[first, last] = sizes[1:], slopes
+        ends, slopes = self._slopes[first, last]
+        slope = slopes[min(bisect_right(ends, size), len(slopes) - 1)]
+        return math.exp(self._speed.value) * slope
+
+    def points(self) -> list[tuple[float, float]]:
+        """Return the table as points; none if nothing is known."""
+        return [(size, self.seconds(size)) for size, _ in self._curve]
+
+    def _measured(self) -> list[tuple[float, float, int]]:
+        """Return (size, logarithm of usual over timed seconds, number) of measured sizes."""
+        return [(size, recent.value, len(recent)) for size, recent in self._own.items() if recent]
+
+    def _update(self) -> None:
+        """Compute the usual seconds of all known sizes."""
+        own, self._sizes = self._measured(), {size for size, _ in self._timed}
+        sizes = sorted({size for size, *_ in (*self._timed, *own)})
+        usual = [_line(size, self._timed) * math.exp(_mean_near(size, own)) for size in sizes]
+        weights = [1.0 + len(self._own.get(size, ())) for size in sizes]
+        self._curve = list(zip(sizes, rising(usual, weights), strict=True))
+        self._slopes: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
 
 
 class CostModel:
     """Costs of one pair of models on one machine.
 
     Args:
-        target: Calibrated (rows, seconds) of target steps that only verify and decode.
-        drafter: Calibrated (batch, seconds) of single drafter steps.
-        verify: As `target` for steps with more rows than requests; `target` where empty.
-        overhead: Calibrated (batch, seconds) of what a round of drafting costs beside its forwards.
-        catch_up: Seconds per context token that the drafter reads; 0 and learnt where None.
-        again: Seconds per KV token that a side sequence of a tree reads again.
+        target: Timed (rows, seconds) of target steps.
+        drafter: Timed (batch, seconds) of single drafter steps.
+        verify: As `target` for steps with more rows than requests; `target` if empty.
+        overhead: Timed (batch, seconds) of a drafting round without its forwards.
+        catch_up: Seconds per context token that the drafter reads; None if unknown.
 
-    Rows are all tokens that a target step computes, bonus rows included. Everything works without
-    calibration: unknown costs are learnt from the first steps.
+    Rows are all tokens that a target step computes, bonus rows included.
     """
 
     def __init__(
@@ -49,188 +188,96 @@ class CostModel:
         verify: Points = (),
         overhead: Points = (),
         catch_up: float | None = None,
-        again: float = 0.0,
     ) -> None:
-        self._target = CostCurve({_PLAIN: target, _VERIFY: verify}, kinds=2)
-        self._drafter = CostCurve({0: drafter})
-        self._overhead = CostCurve({0: overhead})
-        self._met: set[int] = set()  # rows of target steps so far
-        feed = 0.0 if catch_up is None else _CALIBRATED_FEED
-        self._caught_up = feed, feed * (catch_up or 0.0)  # tokens and their seconds, discounted
-        # KV tokens that side sequences of trees have read again, and their seconds, discounted.
-        self._read_again = (_CALIBRATED_AGAIN, _CALIBRATED_AGAIN * again)
-        # Rounds with trees, and how much longer their steps took, in logarithms, discounted.
-        self._wide = (_FREE_ROUNDS, 0.0)
+        speed = Recent([0.0] * _OFTEN)
+        self._plain, self._verify = CostTable(target, speed), CostTable(verify or target, speed)
+        self._drafter, self._overhead = CostTable(drafter), CostTable(overhead)
+        self._catch_up = Recent([] if catch_up is None else [catch_up])
 
     @property
     def knows_target(self) -> bool:
-        """True if any step of the target was calibrated or measured."""
-        return self._target.known
+        """True if any step of the target was timed."""
+        return self._plain.known
 
     @property
     def knows_drafter(self) -> bool:
-        """True if any step of the drafter was calibrated or measured."""
+        """True if any step of the drafter was timed."""
         return self._drafter.known
 
+    @property
+    def knows_catch_up(self) -> bool:
+        """True if any long context was read."""
+        return bool(self._catch_up)
+
     def target(self, batch: int, rows: float) -> float:
-        """Seconds of a target step with `rows` rows of `batch` requests; rises with both."""
-        plain = self._target.seconds(batch, _PLAIN)
-        if rows <= batch:
-            return plain
-        return max(plain, self._target.seconds(rows, _VERIFY))
+        """Return the seconds of a target step with `rows` rows of `batch` requests."""
+        plain = self._plain.seconds(batch)
+        return plain if rows <= batch else max(plain, self._verify.seconds(rows))
 
-    def more_rows(self, batch: int, count: int) -> float:
-        """Seconds that `count` rows of drafts add to a plain step, by the steeper of two views."""
-        rows = batch + count
-        rise = self._target.seconds(rows, _VERIFY) - self._target.seconds(batch, _VERIFY)
-        return max(rise, self.target(batch, rows) - self.target(batch, batch))
+    def hoped(self, batch: int, rows: float) -> float:
+        """Return `target`; if such steps were measured seldom, the least that they may take."""
+        plain = self._plain.seconds(batch)
+        return plain if rows <= batch else max(plain, self._verify.hoped(rows))
 
-    def row(self, rows: float, batch: float, most: float) -> float:
-        """Seconds that one row more adds to a step of `rows` rows; less if unknown, to be tried.
+    def row(self, rows: float, batch: int, most: int) -> float:
+        """Return the additional seconds of one more row in a step of `rows` rows.
 
         Args:
-            rows: Of the step so far.
-            batch: Requests, the rows that are there in any case.
-            most: Rows that there may be in the end.
+            rows: Rows of the step so far.
+            batch: Number of requests, and of rows without drafts.
+            most: Largest number of rows.
         """
-        return self._target.slope(rows, batch, most, _VERIFY)
-
-    def rows(self, batch: int, most: int) -> list[float]:
-        """`row` at `batch` rows, one more and so on up to `most`, [1 + most - batch]."""
-        return self._target.slopes(batch, most, _VERIFY)
-
-    def prepare(self, batch: int, most: int) -> None:
-        """Compute and cache the costs of steps with up to `most` rows."""
-        self.target(batch, most)
-        self.rows(batch, most)
-        if self.knows_drafter:
-            self.drafter(batch)
-
-    def plain_stddev(self, batch: int, since: int = 0) -> float:
-        """Return the standard deviation of a plain step's cost, as a share of its seconds.
-
-        Args:
-            batch: Number of requests.
-            since: Steps since the last plain one; uncertainty increases with them.
-        """
-        return self._target.stddev(batch, _PLAIN) * max(1.0, since / _LONG_AGO)
-
-    def verify_stddev(self, rows: float) -> float:
-        """Return the relative standard deviation of a step that verifies drafts."""
-        return self._target.stddev(rows, _VERIFY)
-
-    def drafter_stddev(self, batch: float) -> float:
-        """Return the relative standard deviation of a drafter step."""
-        return self._drafter.stddev(batch)
+        return self._verify.slope(rows, batch, most)
 
     def drafter(self, batch: float) -> float:
-        """Seconds of one drafter step of `batch` requests."""
+        """Return the seconds of one drafter step of `batch` requests."""
         return self._drafter.seconds(batch)
 
     def drafting(self, batch: float, steps: float) -> float:
-        """Seconds of a round of drafting, catch-up of long contexts not counted."""
+        """Return the seconds of a drafting round, without the catch-up of long contexts."""
         overhead = self._overhead.seconds(batch) if self._overhead.known else 0.0
         return overhead + steps * self._drafter.seconds(batch)
 
-    def beside(self, batch: float) -> float:
-        """Return the additional seconds of a drafter step that collects candidates for trees."""
-        return self._drafter.seconds(batch) * math.expm1(self._longer)
-
     def catch_up(self, pending: int) -> float:
-        """Seconds to feed a request's context tokens, beyond what any round feeds."""
-        return max(0, pending - _USUAL_FEED) * self._seconds_per_token
+        """Return the seconds to read a request's context, beyond what any round reads."""
+        return max(0, pending - _USUAL_FEED) * self._catch_up.value
 
-    def reading(self, batch: float, steps: float, seconds: float, fed: int) -> float:
-        """Return the additional seconds of a round that has a long catch-up; otherwise 0."""
-        if fed - _USUAL_FEED * batch < _LONG_FEED or not self._drafter.known:
-            return 0.0
-        return max(0.0, seconds - steps * self._drafter.seconds(batch))
+    def doubt_drafter(self) -> None:
+        """Prepare for measurements of the drafter after a time without any."""
+        self._drafter.doubt()
 
-    def side(self, context: float) -> float:
-        """Return the seconds of a branch that reads `context` tokens, without its rows."""
-        tokens, seconds = self._read_again
-        return context * max(seconds, 0.0) / tokens
-
-    def loosen_drafter(self, spread: float) -> None:
-        """Increase the uncertainty of drafter steps by this share, after a time without them."""
-        self._drafter.widen(spread)
-
-    def observe_target(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
-        """Observe a target step without prefill, in which branches read `again` KV tokens."""
+    def observe_target(self, batch: int, rows: int, seconds: float) -> None:
+        """Observe a target step without prefill."""
         rows = max(rows, batch)
-        first = rows not in self._met
-        self._met.add(rows)
-        # It may have made kernels: where it took long, it tells nothing of the next ones.
-        if first and self.knows_target and seconds > _COLD * self.target(batch, rows):
-            return
-        if again and self.knows_target and 0 < seconds < math.inf:
-            more = seconds - self.target(batch, rows)
-            tokens, spent = (_KEEP_AGAIN * x for x in self._read_again)
-            # What is not sides is another cost of rows.
-            seconds = max(seconds - self.side(again), seconds / 2)
-            self._read_again = tokens + again, spent + more
-        self._target.observe(rows, seconds, _VERIFY if rows > batch else _PLAIN)
+        tables = (self._verify, self._plain) if rows > batch else (self._plain, self._verify)
+        tables[0].observe(rows, seconds)
+        if not tables[1].known:
+            tables[1].observe(rows, seconds)
 
     def observe_drafting(
-        self,
-        batch: float,
-        steps: float,
-        seconds: float,
-        overhead: float = 0.0,
-        fed: int = 0,
-        *,
-        wide: bool = False,
-        looks: bool = False,
+        self, batch: float, steps: float, seconds: float, overhead: float = 0.0, fed: int = 0
     ) -> None:
-        """Observe a drafting round; arguments as in `Controller.observe_draft`.
-
-        Args:
-            looks: True for a probe of trees: the round does not update the cost of plain rounds.
-        """
-        if not (batch > 0 and steps > 0 and seconds > 0):
+        """Observe a drafting round; arguments as in `Controller.observe_draft`."""
+        if not (batch > 0 and steps > 0 and 0 < seconds < math.inf):
             return
-        if wide:
-            if self._drafter.known and fed <= _USUAL_FEED * batch:
-                rounds, longer = (_KEEP_WIDE * x for x in self._wide)
-                more = math.log(seconds / (steps * self._drafter.seconds(batch)))
-                self._wide = rounds + 1.0, longer + min(max(more, -_FAR), _FAR)
-            if looks and self._drafter.known:
-                return
-            seconds *= math.exp(-self._longer)
-        if overhead > 0 or self._overhead.known:
-            self._overhead.observe(batch, max(overhead, _LEAST_OVERHEAD))
+        if overhead > 0:
+            self._overhead.observe(batch, overhead)
         extra = max(0.0, fed - _USUAL_FEED * batch)
-        known = self._drafter.known
-        # Even a long catch-up bounds what a step takes from above.
-        quick = known and seconds < steps * self._drafter.seconds(batch)
-        if extra < _LONG_FEED or quick:
-            forwards = max(seconds - extra * self._seconds_per_token, seconds / 2)
-            self._drafter.observe(batch, forwards / steps)
-        elif known:
-            tokens, spent = self._caught_up
-            more = seconds - steps * self._drafter.seconds(batch)
-            self._caught_up = tokens * _KEEP + extra, spent * _KEEP + more
-
-    @property
-    def _longer(self) -> float:
-        """Logarithm of a wide step over a plain one."""
-        rounds, longer = self._wide
-        return max(longer, 0.0) / rounds
-
-    @property
-    def _seconds_per_token(self) -> float:
-        tokens, seconds = self._caught_up
-        return max(seconds, 0.0) / tokens if tokens else 0.0
+        if extra < _LONG_FEED:
+            reading = min(extra * self._catch_up.value, seconds / 2)
+            self._drafter.observe(batch, (seconds - reading) / steps)
+        elif self.knows_drafter:
+            stepping = steps * self._drafter.seconds(batch)
+            self._catch_up.add(max(seconds - stepping, 0.0) / extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimates as JSON values; `from_dict` reads them as a calibration."""
+        """Return the estimates as JSON values; they are arguments of the class."""
         return {
-            "target": self._target.points(_PLAIN),
-            "verify": self._target.points(_VERIFY),
+            "target": self._plain.points(),
+            "verify": self._verify.points(),
             "drafter": self._drafter.points(),
             "overhead": self._overhead.points(),
-            "catch_up": self._seconds_per_token if self._caught_up[0] else None,
-            "again": self.side(1),
+            "catch_up": self._catch_up.value if self._catch_up else None,
         }
 
     @classmethod
@@ -241,16 +288,42 @@ class CostModel:
             ValueError: Invalid data.
         """
         try:
-            curves = {
-                name: [(float(size), float(seconds)) for size, seconds in saved[name]]
-                for name in ("target", "verify", "drafter", "overhead")
-            }
-            catch_up = None if saved["catch_up"] is None else float(saved["catch_up"])
-            again = float(saved["again"])
+            if not 0.0 <= float(saved["catch_up"] or 0.0) < math.inf:
+                raise ValueError(f"catch_up is {saved['catch_up']}")
+            return cls(**{name: saved[name] for name in cls().to_dict()})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"invalid saved costs: {error!r}") from error
-        if catch_up is not None and not 0 <= catch_up < math.inf:
-            raise ValueError(f"invalid saved costs: catch_up is {catch_up}")
-        if not 0 <= again < math.inf:
-            raise ValueError(f"invalid saved costs: again is {again}")
-        return cls(**curves, catch_up=catch_up, again=again)
+
+
+def _nearest(size: float) -> float:
+    """Return the size that a measurement counts for."""
+    return _SIZES[max(bisect_right(_SIZES, size * _NEAR) - 1, 0)]
+
+
+def _line(size: float, points: Points) -> float:
+    """Return the seconds at a size; beyond both ends, the line goes on, to half of the first."""
+    if len(points) == 1:
+        return points[0][1] * (size / points[0][0]) ** _GROWTH
+    at = min(max(bisect_right(points, size, key=_first) - 1, 0), len(points) - 2)
+    (low, before), (high, after) = points[at : at + 2]
+    return max(before + (size - low) / (high - low) * (after - before), points[0][1] / 2)
+
+
+def _mean_near(size: float, measured: Sequence[tuple[float, float, int]]) -> float:
+    """Return the mean of values at (size, value, number), sizes near to `size` first; 0 if none."""
+    weights = [count * min(size / at, at / size) ** _NEARNESS for at, _, count in measured]
+    total = sum(weight * value for weight, (_, value, _) in zip(weights, measured, strict=True))
+    return total / max(sum(weights), 1e-300)
+
+
+def rising(values: Sequence[float], weights: Sequence[float] = ()) -> list[float]:
+    """Return the rising values nearest to the given ones (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, members
+    for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
+        pool = value, weight, 1
+        while pools and pools[-1][0] > pool[0]:
+            (before, heavy, count), (mean, light, members) = pools.pop(), pool
+            total = heavy + light
+            pool = (before * heavy + mean * light) / total, total, count + members
+        pools.append(pool)
+    return [mean for mean, _, members in pools for _ in range(members)]

@@ -4,12 +4,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vllm_hetero_spec.lookahead.acceptance import StepsOfDraft
-from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats
+from vllm_hetero_spec.lookahead.acceptance import Acceptance
 from vllm_hetero_spec.lookahead.costs import CostModel
+from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
 
-VERSION = 2  # of what `to_dict` gives
-_WEIGHT = 32  # drafts of each kind that all earlier ones count for: texts change between runs
+VERSION = 3  # of the result of `to_dict`
 # By name of a part, the function that restores what its `to_dict` gave, or raises ValueError.
 Parts = Mapping[str, Callable[[Any], Any]]
 
@@ -25,14 +24,18 @@ class Estimates(NamedTuple):
     """
 
     costs: CostModel
-    steps: StepsOfDraft
-    acceptance: AcceptanceStats
+    steps: DraftSteps
+    acceptance: Acceptance
     parts: dict[str, Any]
 
     @classmethod
-    def of(cls, costs: CostModel, positions: int) -> "Estimates":
-        """Return estimates with costs only, for drafts of up to `positions` target tokens."""
-        return cls(costs, StepsOfDraft(), AcceptanceStats(positions), {})
+    def of(cls, costs: CostModel, positions: int, steps: DraftSteps | None = None) -> "Estimates":
+        """Return estimates without any draft, for drafts of up to `positions` target tokens.
+
+        Args:
+            steps: Drafter steps per draft; None for one per token.
+        """
+        return cls(costs, steps or DraftSteps(), Acceptance(positions), {})
 
     def summary(self) -> str:
         """A few words for the log."""
@@ -55,9 +58,7 @@ class Estimates(NamedTuple):
     def from_dict(
         cls, saved: Mapping[str, Any], positions: int, parts: Parts | None = None
     ) -> "Estimates":
-        """Restore the result of `to_dict`; new drafts soon outweigh the old ones.
-
-        Parts that are not saved are left out.
+        """Restore the result of `to_dict`. Parts that are not saved are left out.
 
         Raises:
             ValueError: Invalid data.
@@ -70,8 +71,8 @@ class Estimates(NamedTuple):
             }
             return cls(
                 CostModel.from_dict(saved["costs"]),
-                StepsOfDraft.from_dict(saved["steps"], _WEIGHT),
-                AcceptanceStats.from_dict(saved["acceptance"], positions, _WEIGHT),
+                DraftSteps.from_dict(saved["steps"]),
+                Acceptance.from_dict(saved["acceptance"], positions),
                 restored,
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second: the measured rate of each load, and a forecast for every draft length.
+"""Forecast of tokens per second for every draft length.
 
 A round with draft length k takes the drafter's and the target's steps, and emits one token per
-request plus the accepted tokens: rate(k) = tokens(k) / seconds(k). Draft length 0 is the target
-alone. Recent drafts are replayed at present costs. The replay also omits tokens that would not be
-verified and stops rounds early, at the same price of a second in tokens.
+request plus the accepted tokens: rate(k) = tokens(k) / seconds(k). Recent drafts are replayed at
+present costs. The replay also omits tokens that would not be verified and stops rounds early, at
+the same price of a second in tokens.
 """
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -19,40 +18,8 @@ from vllm_hetero_spec.lookahead.controllers import Trees
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
-_HOPELESS = 0.9  # of the best rate: below it, deeper lookaheads will not catch up
-_NEGLIGIBLE = 0.002  # share of the tokens: where a depth brings less, so do the deeper ones
-_OPTIMISM = 1.5  # standard deviations by which unknown costs count for less, so that they are tried
-_MOST_OPTIMISM = 0.15  # of the logarithm of a cost: more would cost more to try than it may bring
-_KEEP = 0.5 ** (1 / 256)  # weight of a step against the next: half after 256, some seconds
-_NEW_LOAD = (0.0, 0.0, 0.0)  # steps, tokens, seconds
-_FORECAST_WEIGHT = 8.0  # steps of measurement that weigh as much as what was foreseen
-
-
-class Throughput:
-    """Measured tokens per second of each load."""
-
-    def __init__(self) -> None:
-        self._sums: dict[Hashable, tuple[float, float, float]] = {}  # steps, tokens, seconds
-
-    def add(self, load: Hashable, tokens: int, seconds: float) -> None:
-        """Add a step of this load."""
-        if seconds > 0:
-            steps, sum_tokens, sum_seconds = (_KEEP * x for x in self._sums.get(load, _NEW_LOAD))
-            self._sums[load] = steps + 1.0, sum_tokens + tokens, sum_seconds + seconds
-
-    def knows(self, load: Hashable) -> bool:
-        """Return True if any step of this load was measured."""
-        return load in self._sums
-
-    def rate(self, load: Hashable, foreseen: float) -> float:
-        """Tokens per second; near `foreseen` while little has been measured."""
-        steps, tokens, seconds = self._sums.get(load, _NEW_LOAD)
-        if not steps:
-            return foreseen
-        prior_seconds = _FORECAST_WEIGHT * seconds / steps
-        return (tokens + prior_seconds * foreseen) / (seconds + prior_seconds)
-
-
+_GOOD_ENOUGH = 0.99  # share of the best rate; forecasts are no surer
+_HOPELESS = 0.9  # share of the best rate; a draft length below it ends the forecast
 Price = Callable[[float], float]  # in tokens, of the last of so many rows
 
 
@@ -61,6 +28,12 @@ class BranchGains(Protocol):
 
     @property
     def seconds(self) -> float: ...
+
+    @property
+    def step_share(self) -> float: ...
+
+    @property
+    def read_seconds(self) -> float: ...
 
     def paying(
         self, depth: int, row: float, price_of: Price, random: Sequence[bool], read: float
@@ -73,16 +46,13 @@ class Forecast(NamedTuple):
     Attributes:
         alone: Rate of the target alone.
         rates: Expected rates.
-        optimistic_rates: Rates with uncertain costs reduced.
-        stddevs: Relative standard deviation of the costs of each draft length: that of the target,
-            or that of the drafter times its share of the time, whichever is larger.
+        hoped: Rates with hardly measured costs reduced.
         beside: Net gain in tokens of a tree at each depth beside its chain; empty for chains.
     """
 
     alone: float
     rates: list[float]
-    optimistic_rates: list[float]
-    stddevs: list[float]
+    hoped: list[float]
     beside: list[float]
 
     @property
@@ -90,91 +60,87 @@ class Forecast(NamedTuple):
         """The highest rate over that of the target alone."""
         return max(self.rates) / self.alone
 
+    @property
+    def good(self) -> list[int]:
+        """Draft lengths that are about as good as the best one."""
+        least = _GOOD_ENOUGH * max(self.hoped)
+        return [k for k, rate in enumerate(self.hoped, 1) if rate >= least]
 
-def forecast(
-    known: Estimates,
-    batch: int,
-    limits: Sequence[int],
-    random: Sequence[bool],
-    tokens_per_second: float,
-    can_stop_early: bool,
-    branches: BranchGains | None = None,
-    paths: int = 1,
-    buckets: Sequence[int] = (),
-) -> Forecast:
-    """Return the rates of all promising draft lengths.
 
-    Args:
-        known: Estimates for the pair.
+class Load(NamedTuple):
+    """The requests of a step, and the price of a second.
+
+    Attributes:
         batch: Number of requests in the target's step.
         limits: Largest draft length of each request; at least one above 0.
         random: One entry per request to draft for; True if it is sampled.
         tokens_per_second: Lambda.
         can_stop_early: True if drafting can end between drafter steps.
-        branches: Gains of trees; None if drafts are chains.
-        paths: Number of drafter paths per tree.
         buckets: As in `Controller.plan`: rows within a bucket have no additional cost.
     """
-    costs = known.costs
+
+    batch: int
+    limits: Sequence[int]
+    random: Sequence[bool]
+    tokens_per_second: float
+    can_stop_early: bool = False
+    buckets: Sequence[int] = ()
+
+
+def forecast(
+    known: Estimates, load: Load, branches: BranchGains | None = None, paths: int = 1
+) -> Forecast:
+    """Return the rates of all promising draft lengths.
+
+    Args:
+        branches: Gains of trees; None if drafts are chains.
+        paths: Number of drafter paths per tree.
+    """
+    costs, (batch, limits, random, price, can_stop_early, buckets) = known.costs, load
     # Requests whose limit is 0 or more, 1 or more, ...
     ordered = sorted(limits)
     asking = [len(limits) - bisect_left(ordered, depth) for depth in range(ordered[-1] + 1)]
     drafting = asking[1]
     step, before, read_again = costs.drafter(drafting * paths), costs.drafting(drafting, 0.0), 0.0
+    read_seconds = 0.0
     if branches is not None:
-        step += costs.beside(drafting)
+        step += branches.step_share * costs.drafter(drafting)
         before += drafting * branches.seconds
-    step_price = tokens_per_second * step * known.steps.each
-    read_price = tokens_per_second * costs.side(1)
-    drafter_stddev = costs.drafter_stddev(drafting)
-    hope_of_drafter = _optimism(drafter_stddev)
-    survival = known.acceptance.survival(random)  # [drafts, positions]
-    # P[a further token counts] behind so many, as is known before it is drawn.
-    expected = survival[:, :-1] * known.acceptance.conditional(random)[:, 1:]
-    groups = _Groups(len(survival), drafting)
-    still_drafted = np.ones(len(survival), bool)
-    still_verified = np.ones(len(survival), bool)
-    tokens, rows, depth_drafted = float(batch), float(batch), 0.0
-    share = 1.0  # of the groups that still draft: all where there are no early stops
-    found = Forecast(batch / costs.target(batch, batch), [], [], [], [])
+        read_seconds = branches.read_seconds
+    step_price = price * step * known.steps.each
+    # [groups, drafting, positions], [drafting, positions]
+    survival, rates = known.acceptance.replayed(random)
+    going, verified = np.ones(survival.shape[:2], bool), np.ones(survival.shape[:2], bool)
+    tokens, rows, drafted, share = float(batch), float(batch), 0.0, 1.0
+    found = Forecast(batch / costs.target(batch, batch), [], [], [])
     for depth in range(len(asking) - 1):
-        row_price = tokens_per_second * costs.row(rows, batch, batch + drafting * (depth + 1))
-        if buckets:
-            row_price = 0.0
+        middle, most = rows + asking[depth + 1] / 2, batch + drafting * (depth + 1)
+        row_price = 0.0 if buckets else price * costs.row(middle, batch, most)
         side_tokens = side_rows = side_reads = beside = 0.0
         if branches is not None:
             chains = rows + asking[depth + 1]
-            price_of = partial(_price_of_last, costs, tokens_per_second, chains, drafting)
-            found_beside, row = branches.paying(depth + 1, row_price, price_of, random, read_price)
-            side_tokens, side_rows, side_reads = found_beside.tolist()
-            beside = side_tokens - row * side_rows - read_price * side_reads
+            price_of = partial(_price_of_last, costs, price, chains, drafting)
+            reading = price * read_seconds
+            best, row = branches.paying(depth + 1, row_price, price_of, random, reading)
+            side_tokens, side_rows, side_reads = best.tolist()
+            beside = side_tokens - row * side_rows - reading * side_reads
             found.beside.append(beside)
         if can_stop_early and depth:
-            counts = expected[:, depth - 1] + beside
-            still_drafted &= groups.earn(counts * still_drafted, step_price)
-            still_drafted &= counts >= row_price
-            share = groups.share(still_drafted)
-        still_verified &= still_drafted
-        still_verified &= survival[:, depth] >= row_price
-        depth_drafted += share
-        weight = asking[depth + 1] / len(survival)
-        accepted = weight * float(survival[:, depth] @ still_verified)
-        rows += weight * int(np.count_nonzero(still_verified))
-        accepted += asking[depth + 1] * side_tokens
-        rows += asking[depth + 1] * side_rows
+            # Tokens that a further position adds, known before it is sampled.
+            adds = survival[..., depth - 1] * rates[..., depth] + beside
+            going &= adds >= row_price
+            going &= ((adds * going).sum(1) >= step_price)[:, None]
+            share = float(going.any(1).mean())
+        verified &= going & (survival[..., depth] >= row_price)
+        drafted += share
+        tokens += asking[depth + 1] * float((survival[..., depth] * verified).mean() + side_tokens)
+        rows += asking[depth + 1] * float(verified.mean() + side_rows)
         read_again += asking[depth + 1] * side_reads
-        tokens += accepted
-        seconds = before + step * known.steps.expected(depth_drafted) + costs.side(read_again)
+        seconds = before + step * known.steps.expected(drafted) + read_seconds * read_again
         computed = batch * (1.0 + filled_up(depth + 1, buckets)) if buckets else rows
-        verifying, stddev = costs.target(batch, computed), costs.verify_stddev(computed)
-        hoped = seconds * hope_of_drafter + verifying * _optimism(stddev)
-        found.rates.append(tokens / (seconds + verifying))
-        found.optimistic_rates.append(tokens / hoped)
-        found.stddevs.append(max(stddev, drafter_stddev * seconds / (seconds + verifying)))
-        if (
-            found.optimistic_rates[-1] < _HOPELESS * max(found.rates)
-            or accepted < _NEGLIGIBLE * tokens
-        ):
+        found.rates.append(tokens / (seconds + costs.target(batch, computed)))
+        found.hoped.append(tokens / (seconds + costs.hoped(batch, computed)))
+        if found.hoped[-1] < _HOPELESS * max(found.rates):
             break
     return found
 
@@ -189,29 +155,29 @@ class Chains:
     def __init__(self, known: Estimates) -> None:
         self._known = known
 
-    def forecast(
-        self,
-        batch: int,
-        limits: Sequence[int],
-        random: Sequence[bool],
-        tokens_per_second: float,
-        can_stop_early: bool,
-        lookahead: int,
-        buckets: Sequence[int] = (),
-    ) -> Forecast:
-        """Return the rates of the better kind.
-
-        Args:
-            batch, limits, random, tokens_per_second, can_stop_early: As in `forecast`.
-            lookahead: The last draft length, in target tokens.
-            buckets: As in `forecast`, for chains only. Rows of trees are not padded.
-        """
-        load = batch, limits, random, tokens_per_second, can_stop_early
-        return forecast(self._known, *load, buckets=buckets)
+    def forecast(self, load: Load, lookahead: int) -> Forecast:
+        """Return the rates of the better kind. `lookahead` is the last draft length."""
+        return forecast(self._known, load)
 
     def plan(self, now: float, drafted: int) -> Trees:
         """Choose the kind of drafts of a step that drafts for `drafted` requests."""
         return Trees()
+
+    def chain_step(self, batch: int, rows: int, seconds: float, again: int) -> float:
+        """Return the seconds of a target step without what trees added to it.
+
+        Args:
+            batch, rows, seconds, again: As in `Controller.observe_step`.
+        """
+        return seconds
+
+    def chain_round(self, batch: float, steps: float, seconds: float, wide: bool) -> float:
+        """Return the seconds of a round's forwards without what trees added to them.
+
+        Args:
+            batch, steps, seconds, wide: As in `Controller.observe_draft`.
+        """
+        return seconds
 
 
 def filled_up(length: int, buckets: Sequence[int]) -> int:
@@ -224,36 +190,4 @@ def _price_of_last(
 ) -> float:
     """Return the price in tokens of the last row, if drafts have `beside` rows beside chains."""
     rows = chains + drafting * beside
-    return tokens_per_second * costs.row(rows, chains, rows)
-
-
-def _optimism(stddev: float) -> float:
-    """The factor that makes a cost a hopeful one."""
-    return math.exp(-min(_OPTIMISM * stddev, _MOST_OPTIMISM))
-
-
-class _Groups:
-    """Drafts in groups as large as the batch, which go on together; the rest is left out.
-
-    Args:
-        drafts: How many there are, at least one.
-        size: Of a group; fewer where there are fewer.
-    """
-
-    def __init__(self, drafts: int, size: int) -> None:
-        self._shape = drafts // min(size, drafts), min(size, drafts)
-        self._whole = self._shape[0] * self._shape[1]
-        self._scale = size / self._shape[1]
-        # The rest does as the first ones do.
-        self._group_of = np.arange(drafts) % self._whole // self._shape[1]
-
-    def earn(self, expected: np.ndarray, price: float) -> np.ndarray:
-        """Return for each draft whether its group earns at least `price` tokens, bool [drafts]."""
-        earned = expected[: self._whole].reshape(self._shape).sum(1) * self._scale
-        enough: np.ndarray = (earned >= price)[self._group_of]
-        return enough
-
-    def share(self, drafted: np.ndarray) -> float:
-        """Share of the groups in which any is left of drafts [drafts]."""
-        left = drafted[: self._whole].reshape(self._shape).any(1)
-        return int(np.count_nonzero(left)) / self._shape[0]
+    return tokens_per_second * costs.row(rows, int(chains), int(rows) + 1)

@@ -7,41 +7,38 @@ draft length (`plan`), whether one more drafter step is worth its time (`continu
 which proposed tokens are worth a row of the target (`trim`).
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_hetero_spec.lookahead.acceptance_stats import AcceptanceStats, Observation
+from vllm_hetero_spec.lookahead.acceptance import Acceptance, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan, lookahead_of
 from vllm_hetero_spec.lookahead.estimates import Estimates
-from vllm_hetero_spec.lookahead.forecast import Chains, Forecast, Throughput, filled_up, forecast
-from vllm_hetero_spec.lookahead.on_off import BEGIN, OnOff, ProbeBudget
+from vllm_hetero_spec.lookahead.forecast import (
+    Chains,
+    Forecast,
+    Load,
+    filled_up,
+    forecast,
+)
+from vllm_hetero_spec.lookahead.prober import Prober, other_batch
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
-from vllm_hetero_spec.lookahead.warm_up import WarmUp
 
-_GOOD_ENOUGH = 0.99  # share of the best rate at which a lookahead is kept: forecasts are no surer
-_UNCERTAIN = 0.45  # share of a cost: lookaheads and batches less certain are approached in steps
-_RANDOM_SHARES = 4  # loads are told apart by quarters of random requests: few, so that each is met
-# Forecasts are made anew after probes, for another load, and else
-_SETTLED = 0.06  # in each step while a cost in use is less certain than this, about a measurement;
-_FORECAST_EVERY = 8  # later after so many steps, as each takes a share of a millisecond;
-_FORECASTS_AT_ONCE = 4  # the first few, which change most, in each step, later ones less and less
-# Probes.
-_PROBED = 4  # requests at most in the beginning: enough drafts for news, few enough to be cheap
-_FIRST_PROBE = 2  # tokens of each before anything is known: one for acceptance, one for its decline
-_LONGEST_PROBE = 4  # tokens of each at most: deeper positions follow from these
-_NEWS = 0.02  # one that raises the gain by this much is followed by others; of those whose drafts
-_NEAR = 0.92  # were verified, also one behind which the gain is so near to worthwhile
-_LEAST_LOSS = 0.1  # a probe is charged at least 10 % of its cost
-_MEMORY = 10.0  # seconds off after which what is known of acceptance counts half
-_LOOSE = 0.5  # share by which the drafter's steps may have changed by then
-# Plain steps while drafting: they tell the cost of the target alone, made only in doubt.
-_PLAIN_EVERY = 8  # steps: they lose an eighth of the gain at most
-_PLAIN_EARLY = 2  # steps while that cost is
-_UNKNOWN = 0.045  # less certain than this share: a single measurement or two
-# A request's catch-up has to pay within
-_HORIZON = 2.0  # seconds, divided by the batch, or for as long as the request was left alone,
-_LEAST_GAIN = 0.02  # and may take this share of them where nothing is gained
+_BEGIN = 1.02  # gain at which drafting begins: above 1 by about what a forecast may be off
+_SUNK = 0.05  # seconds that drafting is expected to have lost when it ends: forecasts vary by 5 %
+_RANDOM_SHARES = 4  # loads are distinguished by quarters of sampled requests
+_FORECAST_EVERY = 0.05  # seconds between forecasts, which take a share of a millisecond each
+_PROBED = 4  # requests of a probe at most: enough drafts for news, few enough to be cheap
+_PROBE = 4  # tokens of each at most: deeper positions follow from these
+# Steps of a probe. A draft that follows a step without one may begin at any token, later ones begin
+# behind a rejected token, so more of their tokens are accepted.
+_BURST = 4
+_LEAST_BURST = 2  # steps of a probe if they use up its budget: the first teaches costs only
+_NEWS = 0.01  # growth of the gain at which a probe is followed by others
+_WARM_UP = 80  # drafts from which on a pair is known
+_FIRST = 0.05, 2.0, 0.5  # seconds, and plain steps, that an unknown pair may lose until it is known
+_NEAR = 0.92  # gain at which any probe is followed by others
+_HORIZON = 2.0  # seconds, divided by the batch, in which a request's catch-up has to pay
+_LEAST_GAIN = 0.02  # share of that time that a catch-up may take if nothing is gained
 
 
 class Goodput(Controller):
@@ -64,31 +61,30 @@ class Goodput(Controller):
     ) -> None:
         self.known, self._clock, self._can_stop_early = known, clock, can_stop_early
         self._costs, self._acceptance = known.costs, known.acceptance
-        self._positions = known.acceptance.positions
-        self._throughput, self._choice = Throughput(), choice or Chains(known)
-        self._on_off, self.off, self.regime = OnOff(), True, "measuring"
-        self._budget = ProbeBudget(clock())
-        self._warm_up = WarmUp(known.acceptance)
-        self._read = 0.0  # seconds of the present step: texts that the drafter had not read
-        self._good = known._replace(acceptance=AcceptanceStats(self._positions))  # hoped for
-        self._learnt_at = clock()
-        # The present step: requests, the load it is (batch, quarters of random requests), lambda.
-        self._batch, self._random, self._load = 1, [False], (1, 0)
-        self._limits: Sequence[int] = ()
+        self._choice = choice or Chains(known)
+        self._prober = Prober(clock())
+        # The present probe: steps that are left, requests, seconds that were charged for it.
+        self._burst, self._probed, self._loss, self._probing = 0, 0, 0.0, False
+        self._warms_up = not known.acceptance.drafts  # no earlier run has drafted
+        self._hoped = known._replace(acceptance=Acceptance(known.acceptance.positions))
+        self._lost = 0.0  # seconds, while warming up
+        self.off, self.regime = True, "measuring"
+        # The present step.
+        self._batch, self._random, self._limits = 1, [False], [0]
         self._buckets: Sequence[int] = ()
-        self._lookahead, self._tokens_per_second, self._looks = 0, 0.0, False
-        self._since_plain = 0  # steps
-        # The last forecast, the load it is for, its age in steps, and how many that load has had.
+        self._lookahead, self.tokens_per_second = known.acceptance.positions, 0.0
+        # The last forecast, what it is for, and its time.
         self._forecast: Forecast | None = None
-        self._forecast_load, self._forecast_age, self._num_forecasts = (0, 0), 0, 0
+        self._load, self._kind, self._foreseen = Load(0, (), (), 0.0), (0, 0), clock()
+        self._able, self._sunk, self._decided = 0, 0.0, (0, 0)
 
     @property
     def learns_first(self) -> bool:
-        return self.off or self._warm_up.lasts
+        return self.off or self._warms_up
 
     @property
     def is_idle(self) -> bool:
-        return self.off and self._costs.knows_drafter and not self._warm_up.lasts
+        return self.off and self._costs.knows_drafter and self._clock() < self._prober.next
 
     def plan(
         self,
@@ -98,50 +94,60 @@ class Goodput(Controller):
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
     ) -> LookaheadPlan:
-        now, self._buckets, self._read = self._clock(), buckets, 0.0
-        limits = self._limits = [min(limit, self._positions) for limit in limits]
+        now, self._batch, self._buckets = self._clock(), batch, buckets
+        limits = self._limits = [min(limit, self._acceptance.positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
-        quarters = round(_RANDOM_SHARES * sum(self._random) / max(len(limits), 1))
-        self._batch, self._load, self.policy, self._looks = batch, (batch, quarters), None, False
-        probed = self._budget.end()
+        self.policy = None
+        probing, self._probing = self._probing, False
         nothing = LookaheadPlan((0,) * len(limits))
         if not any(limits) or not self._costs.knows_target:
             return nothing
         pending = pending or [0] * len(limits)
-        # Requests that may be drafted for, those that the drafter knows best first.
+        # Requests that may be drafted for, those with the shortest catch-up first.
         able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:
-            return self._maybe_probe(now, able, limits, pending) or nothing
-        found = self._refresh_forecast(now, limits, probed)
+            return self._probe(now, able, pending, _PROBE // 2) or nothing
+        before = self._forecast.gain if self._forecast else 0.0
+        probed = probing and not self._burst
+        found = self._refreshed(now, at_once=probed)
+        most_lost = _FIRST[0] + _FIRST[1] * batch / found.alone
+        if self._warms_up and self._lost > most_lost:
+            self._sunk = _SUNK
+        self._warms_up &= self._lost < most_lost and self._acceptance.drafts < _WARM_UP
         gain = found.gain
-        if gain <= BEGIN:  # above it, more makes no difference
-            gain = max(gain, self._warm_up_gain(limits))
-        self.off = self._on_off.update(gain, batch)
-        self.regime = "target alone" if self.off else "drafting"
+        if self._warms_up and gain < _BEGIN:
+            gain = forecast(self._hoped, self._load).gain
+        if probed and (found.gain > _NEAR or found.gain > before + _NEWS):
+            self._prober.hurry(now)
+        self._decide(gain, len(able))
         if self.off:
-            return self._maybe_probe(now, able, limits, pending) or nothing
-        if self._plain_step_is_due(found.gain):
-            self._since_plain = 0
-            return nothing
-        self._since_plain += 1
-        self._lookahead = self._choose(found)
+            return self._probe(now, able, pending, min(found.good[0], _PROBE)) or nothing
         share = max(found.gain - 1.0, _LEAST_GAIN)
         chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
-        chosen = chosen[: self._familiar()]
-        lookahead = lookahead_of(chosen, self._lookahead, limits)
-        trees, rate = self._choice.plan(now, len(chosen)), self._tokens_per_second
-        self._looks = trees.looks
-        beside = found.beside if trees.paths and not trees.looks else ()
-        load = batch, batch + sum(lookahead), self._random
+        if not chosen:
+            return self._probe(now, able, pending, min(found.good[0], _PROBE)) or nothing
+        self._burst = 0
+        # Steps without drafts measure the cost of the target alone.
+        if self._prober.due(now, (found.gain**2 - 1.0) * batch / found.alone, batch):
+            return nothing
+        length = self._lookahead = self._choose(found)
+        lookahead = lookahead_of(chosen, length, limits)
+        trees = self._choice.plan(now, len(chosen))
         self.policy = StepPolicy(
-            self.known, rate, *load, beside, max(trees.paths, 1), filled_up=bool(buckets)
+            self.known,
+            self.tokens_per_second,
+            batch,
+            batch + sum(lookahead),
+            self._random,
+            found.beside if trees.paths and not trees.looks else (),
+            max(trees.paths, 1),
+            filled_up=bool(buckets),
         )
         return LookaheadPlan(lookahead, trees=trees)
 
     def observe_step(self, batch: int, rows: int, seconds: float, again: int = 0) -> None:
-        if self._budget.probing:
-            self._budget.charge(self._costs.more_rows(batch, rows - batch))
-        self._costs.observe_target(batch, rows, seconds, again)
+        seconds = self._choice.chain_step(batch, rows, seconds, again)
+        self._costs.observe_target(batch, rows, seconds)
 
     def observe_draft(
         self,
@@ -155,13 +161,9 @@ class Goodput(Controller):
         exposed: float | None = None,
         wide: bool = False,
     ) -> None:
-        waited = steps if exposed is None else exposed
-        if self._budget.probing:
-            self._budget.charge(seconds * waited / steps + overhead)
-        looks = wide and self._looks
-        self._read = self._costs.reading(batch, steps, seconds, fed)
-        self._costs.observe_drafting(batch, steps, seconds, overhead, fed, wide=wide, looks=looks)
-        self.known.steps.observe(longest, waited)
+        seconds = self._choice.chain_round(batch, steps, seconds, wide)
+        self._costs.observe_drafting(batch, steps, seconds, overhead, fed)
+        self.known.steps.observe(longest, steps if exposed is None else exposed)
 
     def observe_acceptance(
         self,
@@ -171,162 +173,126 @@ class Goodput(Controller):
         wanted: int = 0,
         random: bool = False,
     ) -> None:
-        if self._budget.probing:
-            self._budget.earn(verified, accepted * self._target_seconds_per_token())
-        self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
+        if self._burst < _BURST - 1:
+            self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
     def emitted(self, tokens: int, seconds: float) -> None:
-        self._throughput.add(self._load, tokens, seconds)
-        if not self.off and self._warm_up.lasts:
-            plain = self._target_seconds_per_token()
-            lost = seconds - self._read - tokens * plain
-            self._warm_up.lose(lost, self._batch * plain)
+        lost = seconds - tokens * self._seconds_per_token()
+        if self._forecast and not self.off:
+            self._sunk = max(self._sunk + (1.0 - self._forecast.gain) * seconds, 0.0)
+        if self._probing:
+            self._prober.charge(lost - self._loss)
+            self._loss = 0.0
+        elif self._warms_up and not self.off:
+            self._lost = max(self._lost + lost, -_FIRST[2])
 
     def refresh_forecast(self) -> None:
-        found = self._forecast
-        if found is None or self.learns_first or not any(self._limits):
-            return
-        due = self._forecast_age + 1 >= self._forecast_lasts(found)
-        if due and self._forecast_load == self._load:
-            self._refresh_forecast(self._clock(), self._limits, probed=False)
-            self._forecast_age = -1  # new in the next step
-        self._costs.prepare(self._batch, self._batch * (1 + self._lookahead))
+        if self._forecast and not self.off and any(self._limits):
+            self._refreshed(self._clock())
 
     def gauges(self) -> Gauges:
         batch, costs = self._batch, self._costs
         return Gauges(
             lookahead=0 if self.off else self._lookahead,
-            tokens_per_second=self._tokens_per_second,
+            tokens_per_second=self.tokens_per_second,
             gain=self._forecast.gain if self._forecast else 0.0,
             drafter_seconds=costs.drafter(batch) if costs.knows_drafter else 0.0,
             target_seconds=costs.target(batch, batch) if costs.knows_target else 0.0,
             acceptance=tuple(self._acceptance.rates(2 * sum(self._random) > len(self._random))),
         )
 
-    def _refresh_forecast(self, now: float, limits: Sequence[int], probed: bool) -> Forecast:
-        """Return the present load's forecast; compute it if it is due or after a probe."""
-        target_rate = foreseen = 1.0 / self._target_seconds_per_token()
-        gain_before = self._forecast.gain if self._forecast else 0.0
-        if self._forecast is not None and self._forecast_load == self._load:
-            self._forecast_age += 1
-            if not probed and self._forecast_age < self._forecast_lasts(self._forecast):
-                return self._forecast
-            foreseen = max(target_rate, *self._forecast.rates)
-            self._num_forecasts += 1
-        else:
-            self._num_forecasts = min(self._num_forecasts + 1, _FORECASTS_AT_ONCE)
-        self._forecast_load, self._forecast_age = self._load, 0
-        keep = 0.5 ** ((now - self._learnt_at) / _MEMORY) if self.off else 1.0
-        if self._acceptance.learn(keep):
-            self._learnt_at = now
-        random = [kind for kind, limit in zip(self._random, limits, strict=True) if limit]
-        # A load that is new: the first forecast says what a second is worth to the second one.
-        begins = self._acceptance.drafts > 0 and not self._throughput.knows(self._load)
-        for _ in range(1 + begins):
-            achieved = self._throughput.rate(self._load, foreseen)
-            self._tokens_per_second = max(target_rate, achieved)
-            rate = self._tokens_per_second
-            load = self._batch, limits, random, rate, self._can_stop_early
-            found = self._choice.forecast(*load, self._lookahead, self._buckets)
-            foreseen = max(target_rate, *found.rates)
+    def _refreshed(self, now: float, *, at_once: bool = False) -> Forecast:
+        """Return the present load's forecast; compute it if it is due."""
+        quarters = round(_RANDOM_SHARES * sum(self._random) / len(self._random))
+        kind, able = (self._batch, quarters), sum(limit > 0 for limit in self._limits)
+        same = self._kind == kind and not other_batch(able, self._able)
+        late = now - self._foreseen >= _FORECAST_EVERY
+        if self._forecast is not None and same and not (late or at_once):
+            return self._forecast
+        self._kind, self._able, self._foreseen = kind, able, now
+        self._acceptance.learn()
+        random = [kind for kind, limit in zip(self._random, self._limits, strict=True) if limit]
+        if not same:
+            self.tokens_per_second = 1.0 / self._seconds_per_token()
+        # The first forecast of a load gives the price of a second for the second one.
+        for _ in range(1 if same else 2):
+            price = self.tokens_per_second, self._can_stop_early, self._buckets
+            self._load = Load(self._batch, self._limits, random, *price)
+            found = self._choice.forecast(self._load, self._lookahead)
+            self.tokens_per_second = max(found.alone, *found.rates)
         self._forecast = found
-        if probed:
-            near = found.gain > _NEAR and self._budget.verified
-            self._budget.finish_probe(now, news=near or found.gain > gain_before + _NEWS)
         return found
 
-    def _forecast_lasts(self, found: Forecast) -> float:
-        """Steps to the next forecast."""
-        used = found.stddevs[: self._lookahead][-1:] or [0.0]
-        if not self.off and used[0] > _SETTLED:
-            return 1.0
-        return min(self._num_forecasts / _FORECASTS_AT_ONCE, _FORECAST_EVERY)
+    def _decide(self, gain: float, able: int) -> None:
+        """Decide whether to draft.
 
-    def _warm_up_gain(self, limits: Sequence[int]) -> float:
-        """Return the gain if drafts were good during warm-up; otherwise 0."""
-        if not self._warm_up.lasts:
-            return 0.0
-        prices = self._tokens_per_second, self._can_stop_early
-        found = forecast(self._good, self._batch, limits, [False], *prices, buckets=self._buckets)
-        return max(found.optimistic_rates) / found.alone
+        Forecasts vary, so drafting ends after an expected loss, and at once with another load. A
+        step that reads many prompts drafts for few requests, and does not count.
+        """
+        if not other_batch(able, self._batch):
+            batch, quarters = self._decided
+            if other_batch(self._kind[0], batch) or abs(self._kind[1] - quarters) > 1:
+                self._sunk = _SUNK
+            self._decided = self._kind
+        self.off = gain < (_BEGIN if self.off else 1.0) and (self.off or self._sunk >= _SUNK)
+        if self.off:
+            self._sunk = 0.0
+        self.regime = "target alone" if self.off else "drafting"
 
     def _choose(self, found: Forecast) -> int:
-        """Return the best draft length.
+        """Return the good draft length that is nearest to the last one.
 
-        If the last one is about as good, keep it. If rounds can end early, return the largest that
-        is about as good.
+        Initially, and if rounds can end early, return the largest: it teaches most.
         """
-        deeper = enumerate(found.stddevs[1:], 1)
-        within = next((k for k, stddev in deeper if stddev > _UNCERTAIN), len(found.stddevs))
-        last, rates = self._lookahead, found.optimistic_rates[:within]
-        good = _GOOD_ENOUGH * max(rates)
+        good = found.good
         if self._can_stop_early:
-            return max(k for k, rate in enumerate(rates, 1) if rate >= good)
-        if 0 < last <= within and rates[last - 1] >= good:
-            return last
-        return rates.index(max(rates)) + 1
-
-    def _plain_step_is_due(self, gain: float) -> bool:
-        """Return True if a step without drafts could show that drafting does not pay."""
-        stddev = self._costs.plain_stddev(self._batch, self._since_plain)
-        apart = _PLAIN_EARLY if stddev > _UNKNOWN else _PLAIN_EVERY
-        return self._since_plain >= apart and 2.0 * stddev > math.log(gain)
+            return good[-1]
+        return min(good, key=lambda length: abs(length - self._lookahead))
 
     def _catch_up_pays(self, share: float, pending: int) -> bool:
         """Return True if a request's catch-up pays at this gain over the target alone."""
-        cost = self._costs.catch_up(pending)
-        if not cost:  # as in most steps of most requests
-            return True
-        horizon = max(_HORIZON / self._batch, pending * self._target_seconds_per_token())
-        return cost <= share * horizon
+        horizon = max(_HORIZON / self._batch, pending * self._seconds_per_token())
+        return self._costs.catch_up(pending) <= share * horizon
 
-    def _familiar(self) -> int:
-        """Return for how many requests the drafter's cost is known well enough."""
-        count = self._batch
-        while count > 1 and self._costs.drafter_stddev(count) > _UNCERTAIN:
-            count //= 2
-        return count
-
-    def _maybe_probe(
-        self, now: float, able: Sequence[int], limits: Sequence[int], pending: Sequence[int]
+    def _probe(
+        self, now: float, able: Sequence[int], pending: Sequence[int], length: int
     ) -> LookaheadPlan | None:
-        """Return drafts for a few requests if a probe is due and within its budget.
+        """Return drafts for some requests during a probe, and if one is due and affordable.
 
-        The number of requests has the smallest loss per request; a single one if that is too much.
+        Their number has the smallest loss per request; it is 1 if that is too much.
         """
-        if self._budget.early(now):
-            return None
-        found = self._forecast
-        length = min(self._choose(found), _LONGEST_PROBE) if found else _FIRST_PROBE
-        sizes = {1, min(_PROBED, len(able))}
-        if not self._warm_up.lasts:
-            sizes.add(min(self._familiar(), len(able)))
-        losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
-        for count in (min(sizes, key=lambda n: losses[n] / n), 1):
-            if self._budget.affords(losses[count], free=not self._acceptance.drafts):
-                self._costs.loosen_drafter(_LOOSE * min(1.0, (now - self._learnt_at) / _MEMORY))
-                self._budget.begin()
-                lookahead = lookahead_of(able[:count], length, limits)
-                return LookaheadPlan(lookahead, True, self._choice.plan(now, count))
-        self._budget.defer(now, losses[1])
-        return None
+        if self._burst <= _BURST - _LEAST_BURST and self._prober.budget < 0:
+            self._burst = 0
+        if not self._burst:
+            sizes = {1, min(_PROBED, len(able))}
+            if self._acceptance.drafts and self._costs.knows_catch_up:
+                sizes.add(len(able))
+            losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
+            count = min(sizes, key=lambda n: losses[n] / n)
+            if losses[count] > self._prober.budget:
+                count = 1
+            if not self._prober.due(now, losses[count], self._batch):
+                return None
+            self._burst, self._probed, self._loss = _BURST, count, losses[count]
+            self._costs.doubt_drafter()
+        self._burst, self._probing = self._burst - 1, True
+        chosen = able[: self._probed]
+        lookahead = lookahead_of(chosen, length, self._limits)
+        return LookaheadPlan(lookahead, True, self._choice.plan(now, len(chosen)))
 
     def _expected_loss(self, length: int, pending: Sequence[int], chosen: Sequence[int]) -> float:
-        """Seconds that a probe of these requests costs beyond what it is expected to earn."""
-        count = len(chosen)
-        rows = count * length
+        """Return the seconds that a probe of these requests costs beyond what it earns."""
+        count, rows = len(chosen), self._batch + len(chosen) * length
         if self._buckets:
-            rows = self._batch * filled_up(length, self._buckets)
-        cost = self._costs.more_rows(self._batch, rows)
-        cost += sum(self._costs.catch_up(pending[i]) for i in chosen)
+            rows = self._batch * (1 + filled_up(length, self._buckets))
+        cost = self._costs.target(self._batch, rows) - self._costs.target(self._batch, self._batch)
         if self._costs.knows_drafter:
             cost += self._costs.drafting(count, self.known.steps.expected(length))
-        earned = 0.0
-        if not self._warm_up.lasts:
-            survival = self._acceptance.survival([self._random[i] for i in chosen])
-            earned = count * float(survival[:, :length].sum(1).mean())
-        return max(cost - earned * self._target_seconds_per_token(), _LEAST_LOSS * cost)
+        survival, _ = self._acceptance.replayed([self._random[i] for i in chosen])
+        earned = count * float(survival[..., :length].sum(-1).mean())
+        reading = sum(self._costs.catch_up(pending[i]) for i in chosen)
+        return reading + _LEAST_BURST * max(cost - earned * self._seconds_per_token(), 0.0)
 
-    def _target_seconds_per_token(self) -> float:
-        """Seconds that the target alone takes for a token."""
+    def _seconds_per_token(self) -> float:
+        """Return the seconds of the target alone for a token."""
         return self._costs.target(self._batch, self._batch) / self._batch

@@ -2,7 +2,7 @@
 """Decisions within a step: which tokens are worth their time.
 
 A drafter step or a row of the target is worth it if its expected tokens exceed lambda times its
-seconds. Each decision is made before its token is drawn, or for all proposed tokens.
+seconds. Each decision is made before its token is sampled, or for all proposed tokens.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,6 @@ class StepPolicy:
         beside: Net gain in tokens of a tree at each depth beside its chain; empty for chains.
         paths: Number of paths that the drafter follows.
         filled_up: True if all drafts are padded to the longest, so that rows have no price.
-
-    Attributes:
-        known, tokens_per_second, batch, most, random: As given.
     """
 
     def __init__(
@@ -43,8 +40,6 @@ class StepPolicy:
         self.batch, self.most, self.random = batch, most, random
         self._beside, self._paths = beside, paths
         self._filled_up = filled_up and not beside
-        self._rows = known.costs.rows(batch, most)  # seconds of one more than `batch` and so on
-        self._step_prices: dict[int, float] = {}  # by requests that take it
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Decide as `Controller.continue_drafting`."""
@@ -61,7 +56,7 @@ class StepPolicy:
         """Decide as `Controller.trim`.
 
         Tokens are chosen depth by depth over the whole batch, the most promising requests first, so
-        that the choice of a token does not depend on tokens drawn after it.
+        that the choice of a token does not depend on tokens sampled after it.
         """
         survival = list(map(self.known.acceptance.survival_of, confidences, self.random))
         kept = [0] * len(survival)
@@ -84,25 +79,14 @@ class StepPolicy:
         """Return the price of one more row, in tokens."""
         if self._filled_up:
             return 0.0
-        if self.batch <= rows <= self.most:
-            return self.tokens_per_second * self._rows[rows - self.batch]
-        # Of trees, there may be more than was planned for chains.
+        # Trees may have more rows than were planned for chains.
         most = max(self.most, rows)
         return self.tokens_per_second * self.known.costs.row(rows, self.batch, most)
 
-    def side_price(self, context: int) -> float:
-        """Return the price in tokens of a branch that reads `context` tokens, without its rows."""
-        return self.tokens_per_second * self.known.costs.side(context)
-
     def _step_price(self, drafting: int) -> float:
         """Return the price in tokens of a drafter step for `drafting` requests."""
-        price = self._step_prices.get(drafting)
-        if price is None:
-            costs, wide = self.known.costs, drafting * self._paths
-            step = costs.drafter(wide) + (costs.beside(wide) if self._beside else 0.0)
-            price = self.tokens_per_second * step * self.known.steps.each
-            self._step_prices[drafting] = price
-        return price
+        step = self.known.costs.drafter(drafting * self._paths)
+        return self.tokens_per_second * step * self.known.steps.each
 
     def _next(self, confidences: Sequence[float], random: bool) -> float:
         """Return P[a further token counts]: 0 for a request without a draft or at its longest."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vllm_hetero_spec.lookahead.costs import Recent
+
 _KEEP = 0.9  # discount factor per observation
 _REPRICED = 4  # largest number of row prices that `paying` tries
 _KEPT = 32  # trees per kind; each has several nodes beside its chain
@@ -16,6 +18,8 @@ class BranchStatistics:
 
     Attributes:
         room: True if the target has room for branches in the present step; set before each plan.
+        reading: Measurements of `read_seconds`.
+        widening: Measurements of `step_share`.
     """
 
     def __init__(self) -> None:
@@ -24,11 +28,22 @@ class BranchStatistics:
         self._together: list[np.ndarray | None] = [None, None]  # per kind
         # Discounted numbers of trees, and seconds to find and value them, and to trim them.
         self._found = self._trimmed = (0.0, 0.0)
+        self.reading, self.widening = Recent([0.0]), Recent([0.0])
 
     @property
     def seconds(self) -> float:
         """Seconds per tree on the host, without the drafter's steps."""
         return sum(seconds / max(trees, 1.0) for trees, seconds in (self._found, self._trimmed))
+
+    @property
+    def step_share(self) -> float:
+        """Additional share of a drafter step that collects candidates."""
+        return max(self.widening.value, 0.0)
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds of the target per context token that a branch reads again."""
+        return max(self.reading.value, 0.0)
 
     def add(
         self,

@@ -25,14 +25,17 @@ _PROBE = 0.1  # seconds; longest wait for the drafts of a probe, which is useles
 class PrecomputedDrafts:
     """A `Control` for precomputed drafts, in front of the `LookaheadControl` that learns.
 
+    Args:
+        parallel: True if one forward of the drafter drafts all tokens.
+
     Attributes:
         late: Decisions on drafts that were not precomputed.
     """
 
     can_stop_early = False  # the drafter's process does not consult the controller
 
-    def __init__(self, control: LookaheadControl) -> None:
-        self._control, self.late = control, LateDrafts()
+    def __init__(self, control: LookaheadControl, *, parallel: bool = False) -> None:
+        self._control, self.late = control, LateDrafts(parallel=parallel)
         self._step: StepView | None = None
         self._held = 0  # steps for which the current probe's plan has been kept
         self._wrong: Collection[str] = ()  # requests whose precomputed drafts were all wrong

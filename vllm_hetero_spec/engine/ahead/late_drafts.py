@@ -11,37 +11,39 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_hetero_spec.engine.ahead.guess_hits import GuessHits
-from vllm_hetero_spec.lookahead.acceptance import PositionRates
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
 _STARTED = 0.5  # share of a drafter step; it has to end before one for the new text begins
 # Steps in a row without waiting until late drafts are treated like others, to measure them again:
 # texts change, and a wait in vain takes about half of a step.
 _TRIED_EVERY = 16
+_KEEP = 0.95  # weight of a late draft relative to the next: about 20 count
+_PRIOR = 0.25  # expected tokens of a late draft before any was waited for, none of them accepted
 
 
 class LateDrafts:
-    """Acceptance of drafts that the target waited for, and hit rates of precomputed ones.
+    """Acceptance of late drafts relative to others, and hit rates of precomputed ones.
+
+    Args:
+        parallel: True if one forward of the drafter drafts all tokens.
 
     Attributes:
+        share: Accepted tokens of late drafts, over those that other drafts would have.
         hits: Hit rates of lines.
     """
 
-    def __init__(self) -> None:
-        self.hits = GuessHits()
-        self._counts: dict[bool, PositionRates] = {}  # by kind: greedy, sampled
+    def __init__(self, *, parallel: bool = False) -> None:
+        self._parallel = parallel
+        self.share, self.hits = 0.0, GuessHits()
+        self._expected, self._accepted = _PRIOR, 0.0  # tokens
         self._passed = 0  # steps in a row without waiting
-
-    def rates(self, random: bool, positions: int) -> list[float]:
-        """Return the conditional acceptance of each position; 0 before any observation."""
-        counts = self._counts.get(random)
-        return [0.0] * positions if counts is None else counts.rates().tolist()
 
     def observe(self, policy: StepPolicy, verified: int, accepted: int, random: bool) -> None:
         """Add a verified late draft of a greedy or sampled request."""
-        if random not in self._counts:
-            self._counts[random] = PositionRates(policy.known.acceptance.positions)
-        self._counts[random].observe([verified], [accepted])
+        rates = policy.known.acceptance.rates(random)[:verified]
+        self._expected = _KEEP * self._expected + float(np.cumprod(rates).sum())
+        self._accepted = _KEEP * self._accepted + accepted
+        self.share = min(1.0, self._accepted / max(self._expected, _PRIOR))
 
     def wait(
         self, policy: StepPolicy, missing: Sequence[int], longest: int, each: float, unread: int
@@ -59,23 +61,22 @@ class LateDrafts:
             The draft length to wait for, 0 for none; and the seconds after which waiting no longer
             pays.
         """
-        acceptance, costs = policy.known.acceptance, policy.known.costs
-        price, step = policy.tokens_per_second, costs.drafter(len(missing))
+        acceptance, costs, price = (
+            policy.known.acceptance,
+            policy.known.costs,
+            policy.tokens_per_second,
+        )
+        step = costs.drafter(len(missing))
         begins = _STARTED * step + costs.catch_up(unread)
-        tried = self._passed >= _TRIED_EVERY
-        kinds = [policy.random[index] for index in missing]
-        rates = [
-            acceptance.rates(kind) if tried else self.rates(kind, acceptance.positions)
-            for kind in kinds
-        ]
-        alive = [1.0] * len(missing)
+        share = 1.0 if self._passed >= _TRIED_EVERY else self.share
+        alive = np.cumprod([acceptance.rates(policy.random[i]) for i in missing], axis=1).sum(0)
         rows, gain = policy.batch, 0.0
         best, most, seconds = 0.0, 0, 0.0
         for tokens in range(1, longest + 1):
-            alive = [chance * of[tokens - 1] for chance, of in zip(alive, rates, strict=True)]
-            gain += sum(alive) - len(missing) * policy.row_price(rows)
+            gain += share * float(alive[tokens - 1]) - len(missing) * policy.row_price(rows)
             rows += len(missing)
-            net = gain - price * (begins + each * tokens * step)
+            steps = 1.0 if self._parallel else each * tokens
+            net = gain - price * (begins + steps * step)
             if net > best:
                 best, most, seconds = net, tokens, gain / price
         self._passed = 0 if most else self._passed + 1
@@ -98,9 +99,13 @@ class LateDrafts:
         """
         acceptance, costs = policy.known.acceptance, policy.known.costs
         step = np.array([costs.drafter(drafting * (1 + count)) for count in range(1 + most)])
-        # The first one is for the target's own token.
-        steps = costs.target(policy.batch, policy.most) / step - 1.0
-        depths = np.clip(steps / each, 0.0, longest)
+        steps = costs.target(policy.batch, policy.most) / step
+        if self._parallel:
+            forwards = 1 + (np.arange(1 + most) > 0)  # of chains, then of branches
+            depths = longest * (steps >= forwards)
+        else:
+            # The first one is for the target's own token.
+            depths = np.clip((steps - 1.0) / each, 0.0, longest)
         accepted = [0.0, *np.cumprod(acceptance.rates(policy.random[0])).cumsum()]
         tokens = np.interp(depths, np.arange(len(accepted)), accepted)
         return int((self.hits.chances(most) * tokens).argmax())

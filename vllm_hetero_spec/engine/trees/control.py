@@ -245,7 +245,8 @@ class TreePolicy(PlanPolicy):
         return known
 
     def _priced(self, req_id: str, tree: ScoredTree, prices: Controller) -> PricedTree:
-        side = prices.side_price(self._requests[req_id].num_tokens)
+        read = self._branches.read_seconds if self._branches is not None else 0.0
+        side = prices.tokens_per_second * read * self._requests[req_id].num_tokens
         again: list[int] = []
         for parent in tree.parents:
             again.append(again[parent] + 1 if parent >= 0 else 1)
