@@ -251,4 +251,3 @@ def test_steps_before_the_first_rounds() -> None:
         steps.observe(4, 1)
         steps = DraftSteps.from_dict(json.loads(json.dumps(steps.to_dict())))
     assert DraftSteps(each=0.0).expected(4) == 0.0
-    assert DraftSteps.from_dict({"sums": [0, 0, 0, 0, 0]}).expected(4) == pytest.approx(4)

@@ -241,15 +241,13 @@ class Acceptance:
         known += [_UNKNOWN] * (draft.verified - len(known))
         self._observations[random].append(draft._replace(confidences=known))
 
-    def learn(self) -> bool:
-        """Learn from the recorded drafts. Return True if there were any."""
+    def learn(self) -> None:
+        """Learn from the recorded drafts."""
         for kind, drafts in zip(self._kinds, self._observations, strict=True):
             if drafts:
                 self.drafts += len(drafts)
                 kind.learn(drafts)
-        learnt = any(self._observations)
         self._observations = [], []
-        return learnt
 
     def rates(self, random: bool) -> list[float]:
         """Return the conditional acceptance of each position, as of the last `learn`."""

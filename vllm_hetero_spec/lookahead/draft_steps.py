@@ -58,7 +58,7 @@ class DraftSteps:
         Raises:
             ValueError: Invalid data.
         """
-        initial = numbers(saved.get("initial", (0.0, 1.0)), (2,))
+        initial = numbers(saved["initial"], (2,))
         steps = cls(*initial.tolist())
         steps._sums = numbers(saved["sums"], steps._sums.shape)
         if (steps._sums < 0).any() or (initial < 0).any():

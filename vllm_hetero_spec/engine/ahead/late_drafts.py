@@ -61,12 +61,8 @@ class LateDrafts:
             The draft length to wait for, 0 for none; and the seconds after which waiting no longer
             pays.
         """
-        acceptance, costs, price = (
-            policy.known.acceptance,
-            policy.known.costs,
-            policy.tokens_per_second,
-        )
-        step = costs.drafter(len(missing))
+        acceptance, costs = policy.known.acceptance, policy.known.costs
+        price, step = policy.tokens_per_second, costs.drafter(len(missing))
         begins = _STARTED * step + costs.catch_up(unread)
         share = 1.0 if self._passed >= _TRIED_EVERY else self.share
         alive = np.cumprod([acceptance.rates(policy.random[i]) for i in missing], axis=1).sum(0)

@@ -39,7 +39,7 @@ class Graphs(Protocol):
 
 
 class GraphPlan(NamedTuple):
-    """What to record: shapes (requests, tokens per request), for a drafter with this support."""
+    """Shapes to record, as (requests, tokens per request), and the recorder of their graphs."""
 
     graphs: Graphs
     shapes: Sequence[tuple[int, int]]
