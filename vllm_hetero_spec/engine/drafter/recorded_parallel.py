@@ -6,13 +6,12 @@ request that drafts fewer tokens ignores the others, and their masks write no KV
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
-from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, Work
+from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedGraph
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, real_tokens
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
@@ -21,14 +20,6 @@ from vllm_hetero_spec.staging import Mirror
 # Pending ids per request in a graph: those that the target has just written, and a few more.
 _PENDING = (2, 4, 8, 16)
 _MOST_TOKENS = 512  # of all requests in a graph, which bounds its memory
-
-
-class _Recording(NamedTuple):
-    """A graph of one shape. `keep` must live as long."""
-
-    batch: ForwardBatch
-    replay: Work
-    keep: object
 
 
 class _Tensors:
@@ -143,7 +134,7 @@ class RecordedParallel:
             for size in (sizes if recorded.support.several_tokens else ())
         }
         shapes = [(size, pending) for size, of in self._widths.items() for pending in of]
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._recordings: dict[tuple[int, int], RecordedGraph] = {}
         if shapes:
             tokens = max(size * (pending + places - 1) for size, pending in shapes)
             self._on = _Tensors(model, rules, max(shapes)[0], tokens, places)
@@ -191,7 +182,7 @@ class RecordedParallel:
         """Return the logits [count, V_D] of a step of the last round."""
         return self._on.logits[:count, step]
 
-    def _record(self, graphs: Graphs, size: int, pending: int) -> _Recording:
+    def _record(self, graphs: Graphs, size: int, pending: int) -> RecordedGraph:
         on, batch = self._on, self._on.batch(size, pending)
         on.clear(pending)
         metadata = self._model.metadata(batch, to_capture=True)
@@ -203,7 +194,7 @@ class RecordedParallel:
             on.pick(self._model.logits(batch), size, self._picked)
 
         with self._model.context(metadata, batch):
-            return _Recording(batch, graphs.capture(work), metadata)
+            return RecordedGraph(batch, graphs.capture(work), metadata)
 
     def _put(self, plan: RoundPlan) -> np.ndarray:
         """Send a round in one packet. Return the lengths of the sequences, int32 [B]."""

@@ -187,8 +187,8 @@ class StaticTensors:
         self.step.add_(1)
 
 
-class _Recording(NamedTuple):
-    """A graph of one size and width, for chains or for trees. `keep` must live as long."""
+class RecordedGraph(NamedTuple):
+    """A recorded graph and its forward. `keep` must live as long."""
 
     batch: ForwardBatch
     replay: Work
@@ -224,7 +224,7 @@ class RecordedSteps:
         self.replays, self.forks = 0, self._eager.forks
         self._plan: RoundPlan | None = None
         self._replays_round = False
-        self._recordings: dict[tuple[int, int, bool], _Recording] = {}  # size, width, for trees
+        self._recordings: dict[tuple[int, int, bool], RecordedGraph] = {}  # size, width, for trees
         tokens = max(size * width for size, width in shapes)
         widths = {width for _, width in shapes}
         self._on = StaticTensors(model, rules, picked, self._sizes[-1], tokens, widths)
@@ -286,7 +286,7 @@ class RecordedSteps:
     def _size(self, count: int) -> int:
         return next((size for size in self._sizes if size >= count), 0)
 
-    def _record(self, graphs: Graphs, size: int, width: int) -> _Recording:
+    def _record(self, graphs: Graphs, size: int, width: int) -> RecordedGraph:
         """Record the catch-up forward of `width` tokens per request, or a step if `width` is 0."""
         on = self._on
         batch = on.batch(size, max(1, width), back=self._rules.back and width > 1)
@@ -302,7 +302,7 @@ class RecordedSteps:
             on.pick(logits, first=width > 0, back=batch.back)
 
         with self._model.context(metadata, batch):
-            return _Recording(batch, graphs.capture(work), metadata)
+            return RecordedGraph(batch, graphs.capture(work), metadata)
 
     def _move(self, size: int, width: int) -> None:
         """Copy the inputs of the catch-up forward, or those of the next step if `width` is 0."""
