@@ -211,8 +211,7 @@ def test_goodput_knows_what_the_process_costs(
         costs = controller.known.costs
         assert costs.knows_drafter
         steps = controller.known.steps.expected(4)
-        before = costs.drafting(1, steps)
-        assert before > 2 * costs.drafter(1)  # at first the whole draft counts as waiting time
+        assert steps == 0  # at first no draft counts as waiting time
         for text in code_prompts[:8]:  # on a busy machine some requests get no drafts
             generate(llm, [text[:400]], greedy(max_tokens=64))
             stats = read_stats(llm)

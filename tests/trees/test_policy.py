@@ -118,6 +118,19 @@ def test_without_room_there_are_the_chains_of_an_engine_without_trees() -> None:
     assert any(plan.trees.paths and not plan.trees.looks for plan in ours.run(100))
 
 
+def test_the_first_probe_of_an_untimed_drafter_is_a_chain() -> None:
+    clock = Clock()
+    known = Estimates.of(CostModel([(1, PLAIN), (8, PLAIN)]), 4)
+    choice = TreeChoice(known, 2)
+    choice.branches.room = True
+    controller = Goodput(known, choice=choice, clock=clock)
+    clock.now += 1.0
+    plan = controller.plan(2, [4] * 2)
+    assert plan.probe
+    assert any(plan.lookahead)
+    assert not plan.trees.paths
+
+
 @pytest.mark.parametrize("tree", [0.0002, 0.002])
 def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> None:
     engine = Engine(row=0.0003, tree=tree, beside=BAD)

@@ -92,7 +92,7 @@ class TreeChoice(Chains):
         self._looks = False
         if self._pay:
             return Trees(self._paths)
-        if self._dear or not self.branches.room:
+        if self._dear or not (self.branches.room and self._known.costs.knows_drafter):
             return Trees()
         self._prober = self._prober or Prober(now, _SHARE)
         takes = drafted * self.branches.seconds + self._steps * self._beside(drafted)
