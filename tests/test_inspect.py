@@ -239,6 +239,26 @@ def test_a_parallel_drafter_is_named(
     assert "mask token" not in capsys.readouterr().out
 
 
+def test_what_vllm_itself_makes_of_equal_tokenizers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, pair: list[str]
+) -> None:
+    """Its method `draft_model` compares the numbers of output rows, padding included."""
+    models = []
+    for rows in (300, 300, 364):
+        models.append(tmp_path / str(len(models)))
+        shutil.copytree(pair[0], models[-1])
+        config = {"model_type": "llama", "vocab_size": rows}
+        (models[-1] / "config.json").write_text(json.dumps(config))
+    for drafter, line in (
+        (models[1], "draft_model serves this pair, too"),
+        (models[2], "draft_model refuses this pair: 300 and 364 output rows"),
+    ):
+        assert main(["inspect", str(models[0]), str(drafter)]) == 0
+        assert line in capsys.readouterr().out
+    assert main(["inspect", *pair]) == 0
+    assert "draft_model" not in capsys.readouterr().out
+
+
 def test_chat_templates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     special = (END, "<|user|>", "<|im_start|>", "<|im_end|>")
     chat = {"eos_token": END, "chat_template": CHATML}

@@ -76,7 +76,11 @@ def run(arguments: argparse.Namespace) -> None:
             }
             source = str(arguments.text or "built-in")
             found = _findings(opened["target"], opened["drafter"], documents, source)
-            found["drafter"]["mask_token"] = _mask_token(arguments.drafter, trust)
+            configs = {role: _config(name, trust) for role, name in pair.items()}
+            for role, config in configs.items():
+                found[role]["output_rows"] = getattr(config, "vocab_size", None)
+            drafter = configs["drafter"]
+            found["drafter"]["mask_token"] = None if drafter is None else mask_token(drafter)
     finally:
         if collects:
             gc.enable()
@@ -86,12 +90,12 @@ def run(arguments: argparse.Namespace) -> None:
         show(found, opened, Console())
 
 
-def _mask_token(drafter: str, trust_remote_code: bool) -> int | None:
-    """Return the mask token of a parallel drafter; None if there is none, or no configuration."""
-    if Path(drafter).expanduser().is_file():
+def _config(model: str, trust_remote_code: bool) -> Any:
+    """Return a model's text configuration; None if there is none."""
+    if Path(model).expanduser().is_file():
         return None
     try:
-        return mask_token(text_config(str(Path(drafter).expanduser()), trust_remote_code))
+        return text_config(str(Path(model).expanduser()), trust_remote_code)
     except ConfigError:
         return None
 

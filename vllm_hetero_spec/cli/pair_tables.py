@@ -48,7 +48,7 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
     )
     console.print(side_by_side(_ON_TEXT, sides, title))
     console.print(_shares(found["pair"]))
-    for line in _bridge(found["bridge"]):
+    for line in (*_bridge(found["bridge"]), *_own(found)):
         console.print(line, highlight=False, markup=False)
     control = list(_control(found["bridge"]["control_tokens"], opened))
     console.print(drawn(("token", "becomes"), control, "target's control tokens for the drafter"))
@@ -145,6 +145,17 @@ def _bridge(bridge: Findings) -> list[str]:
     reason = bridge["chat_template"]["reason"]
     chat = f"turn markers as plain text: {reason}" if reason else "the drafter's turns"
     return ["bridge  text: ids are translated through their bytes", f"chat    {chat}"]
+
+
+def _own(found: Findings) -> list[str]:
+    """Return what vLLM's own method `draft_model` makes of a pair with the same tokenizer."""
+    sizes = found["target"]["output_rows"], found["drafter"]["output_rows"]
+    if found["bridge"]["kind"] != "identity" or None in sizes:
+        return []
+    if sizes[0] == sizes[1]:
+        return ["vLLM    its own draft_model serves this pair, too"]
+    rows = " and ".join(map(count, sizes))
+    return [f"vLLM    its own draft_model refuses this pair: {rows} output rows"]
 
 
 def _control(tokens: Sequence[Findings], opened: Opened) -> Iterator[tuple[str, str]]:
