@@ -432,6 +432,7 @@ def test_rows_of_hugging_face_may_lie_in_a_folder(
     [
         "demo",
         "draft_ahead",
+        "edits",
         "long",
         "lookahead",
         "parallel_drafters",
@@ -445,7 +446,8 @@ def test_examples_are_suites(
     name: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suites = "vllm_hetero_spec.bench.suite"
-    if name in ("long", "paper", "real", "spec_bench"):  # their prompts are not in the repository
+    # Prompts of these suites are not in the repository.
+    if name in ("edits", "long", "paper", "real", "spec_bench"):
         monkeypatch.setattr(f"{suites}.load_dataset", lambda dataset, name: ["a prompt"] * 64)
         monkeypatch.setattr(f"{suites}.in_chat_template", lambda texts, *_: texts)
         monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)

@@ -13,6 +13,7 @@ TREES = f"{HERE / 'test_branches.py'}"
 ROOMS = {
     "draft trees": "trees,engine.trees",
     "drafting ahead": "engine.ahead",
+    "copies": "engine.copies",
     "parallel drafters": "engine.drafter.parallel,engine.drafter.recorded_parallel",
     "SLRS": "slrs,engine.drafter.slrs_spans",
     "fuzzy verification": "verify.fuzzy,engine.verifier.fuzzy_report",

@@ -39,6 +39,7 @@ MOVERS = {
     "engine/ahead/drafter_main.py": "banned ids, once at start",
     "engine/ahead/server_requests.py": "arrays of the host: what the drafter thought of its tokens",
     "engine/ahead/table.py": "arrays of the host: drafts in shared memory",
+    "engine/copies/policy.py": "arrays of the host: a prompt's token ids, mean acceptance",
     "engine/drafter/inline_source.py": "banned ids, once at start",
     "engine/drafter/method.py": "tables of the pair, once at start",
     "engine/drafter/recorded_parallel.py": "static buffers, once at start",
@@ -222,7 +223,7 @@ def test_files_of_model_runner_v1_are_listed() -> None:
 
 
 # Optional features, and the files of the core that compose them.
-ROOMS = ("slrs", "trees", "engine.trees", "engine.ahead")
+ROOMS = ("slrs", "trees", "engine.trees", "engine.ahead", "engine.copies")
 OPTIONAL = (*ROOMS, "engine.drafter.slrs_spans", "engine.drafter.token_healing")
 CORE = ("text", "verify", "lookahead", "draft", "inputs", "bench", "cli", "engine")
 CORE += ("engine.compat", "engine.metrics", "engine.seam", "engine.drafter", "engine.verifier")

@@ -20,11 +20,12 @@ from vllm_hetero_spec.engine.ahead.client import ProcessSource
 from vllm_hetero_spec.engine.ahead.control import PrecomputedDrafts
 from vllm_hetero_spec.engine.ahead.deployment import Deployment
 from vllm_hetero_spec.engine.ahead.sampled_records import SampledRecordDecoder
+from vllm_hetero_spec.engine.copies.policy import Copies
 from vllm_hetero_spec.engine.draft_source import DraftSource
 from vllm_hetero_spec.engine.drafter.inline_source import InlineSource
 from vllm_hetero_spec.engine.drafter.requests import Requests
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask
-from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
+from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, PlanPolicy, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.pair_file import PairFile
 from vllm_hetero_spec.engine.seam.drafter_model import parallel_mask
@@ -215,7 +216,7 @@ class DraftingRank:
         self.requests.forget(step)
         self.observer.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
-        self._stats.off_steps += not any(plan.lookahead)
+        self._stats.off_steps += not (any(plan.lookahead) or plan.copied)
         self._show_gauges()
         began, known = time.perf_counter(), not step.started
         tasks = self._tasks(step, plan)
@@ -226,6 +227,8 @@ class DraftingRank:
     def _finish(self, step: StepView) -> list[Draft]:
         self.control.learn()  # while a device drafts
         drafts = self.source.finish()
+        if drafts:
+            self._failures = 0
         drafts = self.control.trim(drafts)
         for place, draft in enumerate(drafts):
             request = step.requests[step.index_of[draft.req_id]]
@@ -237,8 +240,6 @@ class DraftingRank:
         for draft in drafts:
             if draft.rows is not None:
                 self._stats.drafted_tree(draft.depth, len(draft.tokens))
-        if drafts:
-            self._failures = 0
         return drafts
 
     def _controlled(self, known: Estimates) -> LookaheadControl:
@@ -253,6 +254,7 @@ class DraftingRank:
         can_stop = can_stop and self._planning is None and not options.draft_ahead
         controller: Controller
         choice = self._trees = None
+        policy: PlanPolicy | None = None
         if isinstance(asked, ConfidenceOptions):
             controller = ConfidenceStop(asked.threshold, longest, width)
         elif asked == "fixed":
@@ -260,12 +262,14 @@ class DraftingRank:
         else:
             choice = TreeChoice(known, width) if width else None
             controller = Goodput(known, can_stop_early=can_stop, choice=choice)
+            if options.debug.copies:
+                policy = Copies(known, controller, self._stats)
         if width:
             by_rank = options.debug.tree_values == "rank"
             values = RankValues.unknown() if by_rank else TreeValues.of(known)
             branches = None if choice is None else choice.branches
-            self._trees = TreePolicy(values, branches, self._stats)
-        control = LookaheadControl(controller, can_stop_early=can_stop, policy=self._trees)
+            policy = self._trees = TreePolicy(values, branches, self._stats)
+        control = LookaheadControl(controller, can_stop_early=can_stop, policy=policy)
         ahead = options.draft_ahead
         self.observer = PrecomputedDrafts(control, parallel=self._parallel) if ahead else control
         return control
@@ -297,7 +301,8 @@ class DraftingRank:
             return []
         wanted = [index for index, reads in enumerate(plan.reads) if reads]
         self._stats.skip("catching_up", times=plan.num_waiting)
-        self._stats.skip("not_worth_it", times=sum(step.going_on) - len(wanted) - plan.num_waiting)
+        others = len({*wanted, *plan.copied}) + plan.num_waiting
+        self._stats.skip("not_worth_it", times=sum(step.going_on) - others)
         if not wanted:
             return []
         tasks, draws = [], self.source.draws

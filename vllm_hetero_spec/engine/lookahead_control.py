@@ -11,7 +11,7 @@ fixed in advance. Longer drafts are requested for later steps, and shorter ones 
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class StepPlan(NamedTuple):
             first.
         paths: Drafter paths of each draft; 0 if all drafts are chains.
         rows: Rows of the target for the largest draft, if these are more than its depth.
+        copied: Indices of requests whose drafts do not come from the drafter.
     """
 
     lookahead: list[int]
@@ -43,10 +44,16 @@ class StepPlan(NamedTuple):
     num_waiting: int = 0
     paths: int = 0
     rows: int = 0
+    copied: Collection[int] = ()
 
 
 class PlanPolicy:
     """Optional policy between the controller and the drafts; this base class changes nothing."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the policy needs no steps while the controller plans no drafts."""
+        return True
 
     def observe(self, step: StepView) -> int:
         """Learn from a step, before the next one is planned.
@@ -142,13 +149,13 @@ class LookaheadControl:
             plan = plan._replace(lookahead=self._within(step, plan))
         # If others are drafted for, short contexts are read, too. A long one is read only if the
         # request is drafted for, because the device would read it in the target's time.
-        beside = not self.current.probe and any(self.current.lookahead)
+        beside = not self.current.probe and any(self.current.lookahead) and any(plan.lookahead)
         reads = [
             wanted > 0 or (beside and limit > 0 and left <= LONG_PREFILL)
             for wanted, limit, left in zip(plan.lookahead, limits, unread, strict=True)
         ]
         ask = any(request.params.lookahead for request in step.requests)
-        self._nobody = not any(plan.lookahead) and not ask
+        self._nobody = not any(plan.lookahead) and not plan.copied and not ask
         return plan._replace(reads=reads)
 
     def _planned(
@@ -172,8 +179,7 @@ class LookaheadControl:
         soon = any(each.begins and each.params.lookahead != 0 for each in step.requests)
         if soon and not self.controller.off:
             longest = max(longest, step.buckets[-1] if self._usual is None else self._usual)
-        if longest:
-            longest = max(longest, min(plan.rows, step.buckets[-1]))
+        longest = max(longest, min(plan.rows, step.buckets[-1]))
         if longest or any(step.going_on):  # otherwise no request can need it
             self.requested_length = next(bucket for bucket in step.buckets if bucket >= longest)
         planned = tuple(min(wanted, step.lookahead) for wanted in self.current.lookahead)
@@ -186,8 +192,8 @@ class LookaheadControl:
 
     @property
     def is_idle(self) -> bool:
-        """True if the controller is idle and no request sets its own lookahead."""
-        return self._nobody and self.controller.is_idle
+        """True if the controller and the policy are idle and no request sets its own lookahead."""
+        return self._nobody and self.controller.is_idle and self._policy.is_idle
 
     def continue_drafting(self, confidences: Mapping[str, Sequence[float]]) -> bool:
         if not self._own.keys().isdisjoint(confidences):

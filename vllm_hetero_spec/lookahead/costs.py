@@ -209,6 +209,11 @@ class CostModel:
         """True if any long context was read."""
         return bool(self._catch_up)
 
+    @property
+    def read_seconds(self) -> float:
+        """Seconds per context token that the drafter reads; 0 if unknown."""
+        return self._catch_up.value
+
     def target(self, batch: int, rows: float) -> float:
         """Return the seconds of a target step with `rows` rows of `batch` requests."""
         plain = self._plain.seconds(batch)

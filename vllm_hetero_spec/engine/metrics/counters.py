@@ -80,6 +80,8 @@ class DraftStats:
     off_steps: Annotated[int, _count("Steps for which the controller planned no drafts.")] = 0
     drafts: Annotated[int, _count("Drafts proposed to the target.")] = 0
     draft_tokens: Annotated[int, _count("Draft tokens proposed, as target tokens.")] = 0
+    copies: Annotated[int, _count("Proposed drafts copied from the request's earlier text.")] = 0
+    copied_tokens_accepted: Annotated[int, _count("Accepted tokens of such drafts.")] = 0
     trees: Annotated[int, _count("Proposed drafts that were trees.")] = 0
     tree_tokens: Annotated[int, _count("Draft tokens in proposed trees, as target tokens.")] = 0
     side_tokens_accepted: Annotated[

@@ -105,10 +105,13 @@ class Log:
             return
         held, blocks = map(sum, zip(*self._pools.values(), strict=True))
         reasons = ", ".join(f"{reason} {count}" for reason, count in self._skipped.most_common())
-        trees = ""
+        kinds = ""
         if total["trees"]:
             beside = total["side_tokens_accepted"] / total["trees"]
-            trees = f" (trees: {total['trees']}, {beside:.2f} accepted branch tokens)"
+            kinds = f" (trees: {total['trees']}, {beside:.2f} accepted branch tokens)"
+        if total["copies"]:
+            each = total["copied_tokens_accepted"] / total["copies"]
+            kinds += f" (copies: {total['copies']}, {each:.2f} accepted tokens)"
         logger.log(
             level,
             "Drafter metrics: Drafts: %d%s, Mean draft length: %.2f tokens, "
@@ -116,7 +119,7 @@ class Log:
             "Drafter forwards: %.2f ms/step, Verification: %.2f ms/step, "
             "Drafter KV usage: %.1f%%, Undrafted: %s",
             total["drafts"],
-            trees,
+            kinds,
             total["draft_tokens"] / max(total["drafts"], 1),
             total["drafter_tokens"] / max(total["draft_tokens"], 1),
             1e3 * total["translate_seconds"] / steps,

@@ -120,7 +120,7 @@ class TreePolicy(PlanPolicy):
     def plan(self, plan: StepPlan, chosen: LookaheadPlan) -> StepPlan:
         self._only_looks = chosen.probe or chosen.trees.looks  # chains cost less
         paths = chosen.trees.paths if self._has_room else 0
-        rows = self.rows if paths and not self._only_looks else 0
+        rows = self.rows if paths and any(plan.lookahead) and not self._only_looks else 0
         return plan._replace(paths=paths, rows=rows)
 
     def paths_of(self, task: DraftTask, planned: int) -> int:
