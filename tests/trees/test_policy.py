@@ -27,6 +27,7 @@ class Engine:
     Attributes:
         row: Seconds of each row after the first.
         width: Number of drafter paths; 0 for chains only.
+        free: As in `TreeChoice`.
         tree: Seconds to find a tree.
         longer: Drafter step time of a round that searches for trees, relative to other rounds.
         around: Seconds that such a round takes in addition, apart from its steps.
@@ -37,6 +38,7 @@ class Engine:
 
     row: float
     width: int = 2
+    free: bool = False
     tree: float = 0.0002
     longer: float = 1.1
     around: float = 0.0
@@ -50,7 +52,7 @@ class Engine:
         costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])
         self.clock = Clock()
         known = Estimates.of(costs, 4)
-        self.choice = TreeChoice(known, self.width)
+        self.choice = TreeChoice(known, self.width, free=self.free)
         choice = self.choice if self.width else None
         self.controller = Goodput(known, choice=choice, clock=self.clock)
         self._luck = np.random.default_rng(0)
@@ -172,16 +174,17 @@ def test_trees_that_take_longer_than_they_bring_are_left_alone() -> None:
 
 
 def test_other_paths_are_drafted_where_they_are_nearly_free() -> None:
+    """A parallel drafter predicts all paths in one forward, so none of them costs a step."""
     paths = []
-    for second, third in ((1, 1), (1, 6), (6, 6)):
-        engine = Engine(row=0.0, width=3)
+    for second, third, free in ((1, 1, False), (1, 6, False), (6, 6, False), (6, 6, True)):
+        engine = Engine(row=0.0, width=3, free=free)
         costs = engine.controller.known.costs
         for _ in range(9):
             costs.observe_drafting(6, 4, 4 * third * STEP)
             costs.observe_drafting(4, 4, 4 * second * STEP)
             costs.observe_drafting(2, 4, 4 * STEP)
         paths.append({plan.trees.paths for plan in engine.run(60)[30:]} - {0})
-    assert paths == [{3}, {2}, {1}]
+    assert paths == [{3}, {2}, {1}, {3}]
 
 
 def test_what_is_beside_chains_does_not_make_drafts_seem_worse() -> None:

@@ -260,7 +260,7 @@ class DraftingRank:
         elif asked == "fixed":
             controller = Fixed(longest, width)
         else:
-            choice = TreeChoice(known, width) if width else None
+            choice = TreeChoice(known, width, free=self._parallel) if width else None
             controller = Goodput(known, can_stop_early=can_stop, choice=choice)
             if options.debug.copies:
                 policy = Copies(known, controller, self._stats)

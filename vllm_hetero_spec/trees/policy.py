@@ -25,11 +25,12 @@ class TreeChoice(Chains):
 
     Args:
         width: Largest number of paths that the drafter follows for a tree.
+        free: True if further paths take no drafter time, as those of a parallel drafter.
     """
 
-    def __init__(self, known: Estimates, width: int) -> None:
+    def __init__(self, known: Estimates, width: int, *, free: bool = False) -> None:
         super().__init__(known)
-        self._width = width
+        self._width, self._free = width, free
         self.branches, self._paths = BranchStatistics(), 1
         self._pay = self._dear = self._looks = False
         self._prober: Prober | None = None
@@ -41,7 +42,8 @@ class TreeChoice(Chains):
             return chains
         self._paths = self._nearly_free(load.batch, load.tokens_per_second)
         # Rows of trees are not padded.
-        trees = forecast(self._known, load._replace(buckets=()), self.branches, self._paths)
+        drafted = 1 if self._free else self._paths
+        trees = forecast(self._known, load._replace(buckets=()), self.branches, drafted)
         self._pay = max(trees.rates) > (1.0 + _ENOUGH) * max(chains.rates)
         return trees if self._pay else chains
 
@@ -63,6 +65,8 @@ class TreeChoice(Chains):
     def _nearly_free(self, batch: int, tokens_per_second: float) -> int:
         """Return how many paths cost a drafter step hardly more than one path."""
         costs, steps = self._known.costs, self._steps
+        if self._free:
+            return self._width
         for paths in range(2, self._width + 1):
             wide = paths * batch
             more = tokens_per_second * steps * (costs.drafter(wide) - costs.drafter(wide - batch))
