@@ -17,6 +17,7 @@ from vllm_hetero_spec.bench.suite import SuiteDrafter, SuiteFile, Target
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.draft.methods import HETERO, SLEM
 from vllm_hetero_spec.draft.methods import METHODS as TABLE
+from vllm_hetero_spec.engine.compat.releases import SUPPORTED
 from vllm_hetero_spec.engine.metrics.counters import CHAINS, METRICS, REASONS
 from vllm_hetero_spec.options import (
     CONTROLLERS,
@@ -93,6 +94,12 @@ def test_the_readme_is_short() -> None:
 
 def test_figures_are_filled_in() -> None:
     assert not [path for path in DOCUMENTS if "PLACE" + "HOLDER" in path.read_text()]
+
+
+def test_each_supported_release_has_run_somewhere() -> None:
+    rows = list(tables(REPO / "examples" / "compatibility.md", "vLLM"))
+    for major, minor in SUPPORTED:
+        assert any(row[0].startswith(f"{major}.{minor}.") and all(row) for row in rows)
 
 
 @each_document
