@@ -60,6 +60,7 @@ class Scripted(Fixed):
         pending: Any = None,
         random: Any = None,
         buckets: Any = (),
+        left: Any = None,
     ) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script

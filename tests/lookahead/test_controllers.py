@@ -184,6 +184,17 @@ def test_a_costly_catch_up_is_weighed() -> None:
     assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[0] > 0
 
 
+def test_a_catch_up_pays_by_the_tokens_that_are_left() -> None:
+    """A context of 1,000 tokens is read for a long output, and not for a short one."""
+    clock = Clock()
+    controller = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-3), 4), clock=clock)
+    good_drafts(controller, clock, 30, batch=4)
+    unread = [2, 2, 1000, 2]
+    assert min(controller.plan(4, [4] * 4, unread, left=[5000] * 4).lookahead) > 0
+    short = controller.plan(4, [4] * 4, unread, left=[5] * 4)
+    assert short.lookahead[2] == 0 < min(short.lookahead[:2])
+
+
 def test_rows_without_a_price_are_all_verified() -> None:
     clock = Clock()
     controller = Goodput(Estimates.of(calibrated(), 6), clock=clock)

@@ -106,6 +106,7 @@ class Controller(ABC):
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
+        left: Sequence[int] | None = None,
     ) -> LookaheadPlan:
         """Choose the draft length of each request.
 
@@ -116,6 +117,7 @@ class Controller(ABC):
             random: True for each sampled request; None if all are greedy.
             buckets: If drafts are padded, their possible lengths, increasing from 0: the target
                 computes as many rows for every request. Empty if drafts are not padded.
+            left: Most target tokens that each request may still emit; None if unknown.
         """
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
@@ -230,6 +232,7 @@ class Fixed(Controller):
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
+        left: Sequence[int] | None = None,
     ) -> LookaheadPlan:
         lookahead = tuple(min(limit, self._lookahead) for limit in limits)
         return LookaheadPlan(lookahead, trees=self._trees)

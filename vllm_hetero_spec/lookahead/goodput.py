@@ -7,6 +7,7 @@ draft length (`plan`), whether one more drafter step is worth its time (`continu
 which proposed tokens are worth a row of the target (`trim`).
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -93,6 +94,7 @@ class Goodput(Controller):
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
+        left: Sequence[int] | None = None,
     ) -> LookaheadPlan:
         now, self._batch, self._buckets = self._clock(), batch, buckets
         limits = self._limits = [min(limit, self._acceptance.positions) for limit in limits]
@@ -103,6 +105,7 @@ class Goodput(Controller):
         if not any(limits) or not self._costs.knows_target:
             return nothing
         pending = pending or [0] * len(limits)
+        left = left or [sys.maxsize] * len(limits)
         # Requests that may be drafted for, those with the shortest catch-up first.
         able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:
@@ -123,7 +126,7 @@ class Goodput(Controller):
         if self.off:
             return self._probe(now, able, pending, min(found.good[0], _PROBE)) or nothing
         share = max(found.gain - 1.0, _LEAST_GAIN)
-        chosen = [i for i in able if self._catch_up_pays(share, pending[i])]
+        chosen = [i for i in able if self._catch_up_pays(share, pending[i], left[i])]
         if not chosen:
             return self._probe(now, able, pending, min(found.good[0], _PROBE)) or nothing
         self._burst = 0
@@ -249,9 +252,13 @@ class Goodput(Controller):
             return good[-1]
         return min(good, key=lambda length: abs(length - self._lookahead))
 
-    def _catch_up_pays(self, share: float, pending: int) -> bool:
-        """Return True if a request's catch-up pays at this gain over the target alone."""
-        horizon = max(_HORIZON / self._batch, pending * self._seconds_per_token())
+    def _catch_up_pays(self, share: float, pending: int, left: int) -> bool:
+        """Return True if a request's catch-up pays at this gain over the target alone.
+
+        It is assumed to emit as many tokens as its context has, but at most those that are left.
+        """
+        token = self._seconds_per_token()
+        horizon = min(max(_HORIZON / self._batch, pending * token), left * token)
         return self._costs.catch_up(pending) <= share * horizon
 
     def _probe(
