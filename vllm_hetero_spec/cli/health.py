@@ -230,14 +230,18 @@ def _tiny_pair() -> str:
 
     given = _ON_GPU if current_platform.device_type == "cuda" else {}
     with tempfile.TemporaryDirectory(prefix="vllm-hetero-spec-") as folder:
-        target, drafter = (str(Path(folder) / name) for name in ("target", "drafter"))
+        target, drafter, parallel = (
+            str(Path(folder) / name) for name in ("target", "drafter", "parallel")
+        )
         _make_model(target, vocabulary=400)
         _make_model(drafter, vocabulary=300)
+        _make_model(parallel, vocabulary=300, pard_token=1)
         common = {"method": "slem", "num_speculative_tokens": 2, "controller": "fixed"}
         # Models of random weights never agree, so in the last one the target drafts for itself.
         configs: list[dict[str, Any] | None] = [
             None,
             {**common, "model": drafter},
+            {**common, "model": parallel},
             {**common, "model": target, "debug": {"translation": "identity"}},
         ]
         samples = []
@@ -249,14 +253,16 @@ def _tiny_pair() -> str:
                 raise _Fault(first_line(error), "see what it says; " + _REINSTALL) from error
             except MeasurementError as error:
                 raise _Fault(_causes(error), "see what it says; " + _REINSTALL) from error
-    alone, foreign, same = samples
+    alone, foreign, parallel_drafts, same = samples
     identical = all(x.traces[0].token_ids == alone.traces[0].token_ids for x in samples)
     outcome = (
-        f"{'identical' if identical else 'DIFFERENT'} output alone and with two drafters; "
+        f"{'identical' if identical else 'DIFFERENT'} output alone and with three drafters; "
         f"{foreign.drafts} drafts across tokenizers, "
+        f"{parallel_drafts.drafts} of a parallel drafter, "
         f"{same.accepted_tokens} of {same.draft_tokens} tokens of the target's own accepted"
     )
-    if not (identical and foreign.drafts > 0 and same.accepted_tokens == same.draft_tokens > 0):
+    drafted = foreign.drafts > 0 and parallel_drafts.drafts > 0
+    if not (identical and drafted and same.accepted_tokens == same.draft_tokens > 0):
         raise _Fault(outcome, _REINSTALL)
     return outcome
 
@@ -267,7 +273,7 @@ def _causes(error: MeasurementError) -> str:
     return ": ".join([ended, *[cause for cause in causes if not cause.startswith("(")][:2]])
 
 
-def _make_model(folder: str, vocabulary: int) -> None:
+def _make_model(folder: str, vocabulary: int, **config_keys: int) -> None:
     """Save a Llama of random weights with a tokenizer of its own."""
     import torch
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
@@ -290,5 +296,6 @@ def _make_model(folder: str, vocabulary: int) -> None:
         max_position_embeddings=256,
         eos_token_id=0,
         bos_token_id=None,
+        **config_keys,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
