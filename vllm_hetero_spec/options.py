@@ -178,8 +178,8 @@ class HeteroOptions(Table):
         ):
             if (found := getattr(self, key)) != supported:
                 raise ConfigError(
-                    f'{key} is {getattr(found, "word", found)!r}, which does not go with "copies": '
-                    f"true: they need {key} {supported!r}; leave one of them out."
+                    f"{key} is {getattr(found, 'word', found)!r}, which does not go with "
+                    f'"copies": true: copies need {key} {supported!r}; leave one of them out.'
                 )
 
     def _check_drafting_ahead(self) -> None:

@@ -234,8 +234,11 @@ def test_accepted_copies_are_counted_and_texts_are_forgotten() -> None:
     policy.trim([], control)
     policy.observe(step_of([[*COPIED, *QUOTED[23:26], 1]], drafted=3))
     assert (policy._stats.copies, policy._stats.copied_tokens_accepted) == (1, 3)
+    planned(policy, step_of([COPIED]))
+    policy.trim([], control)
     policy.observe(StepView([], {}, (), LOOKAHEAD, 1000, 0))
     assert not policy._texts
+    assert not policy._verifying
 
 
 # ---- engines -------------------------------------------------------------------------------------

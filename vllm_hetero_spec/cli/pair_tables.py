@@ -48,7 +48,7 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
     )
     console.print(side_by_side(_ON_TEXT, sides, title))
     console.print(_shares(found["pair"]))
-    for line in (*_bridge(found["bridge"]), *_own(found)):
+    for line in (*_bridge(found["bridge"]), *_draft_model(found)):
         console.print(line, highlight=False, markup=False)
     control = list(_control(found["bridge"]["control_tokens"], opened))
     console.print(drawn(("token", "becomes"), control, "target's control tokens for the drafter"))
@@ -147,8 +147,8 @@ def _bridge(bridge: Findings) -> list[str]:
     return ["bridge  text: ids are translated through their bytes", f"chat    {chat}"]
 
 
-def _own(found: Findings) -> list[str]:
-    """Return what vLLM's own method `draft_model` makes of a pair with the same tokenizer."""
+def _draft_model(found: Findings) -> list[str]:
+    """Return a line about vLLM's own `draft_model`; none if the tokenizers differ."""
     sizes = found["target"]["output_rows"], found["drafter"]["output_rows"]
     if found["bridge"]["kind"] != "identity" or None in sizes:
         return []

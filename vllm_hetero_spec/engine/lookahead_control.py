@@ -161,8 +161,8 @@ class LookaheadControl:
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]
     ) -> LookaheadPlan:
-        asked = unread, self._random, step.buckets, step.room
-        plan = self.controller.plan(len(limits), limits, *asked)
+        load = unread, self._random, step.buckets, step.room
+        plan = self.controller.plan(len(limits), limits, *load)
         if any(limits) and not plan.probe:
             self._usual = max(plan.lookahead)
         return plan

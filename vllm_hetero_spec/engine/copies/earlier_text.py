@@ -8,18 +8,18 @@ in a dictionary and then followed token by token, so a new token takes constant 
 from collections.abc import Sequence
 
 MATCH = 4  # tokens that have to agree to find a place; behind 3 tokens, half of all places mislead
-_LONGEST = 32  # tokens; longer matches are no better
-# By the bits of the match's length (0, 1, 2-3, 4-7, 8-15, 16-31, 32): rates before any test, those
-# of code, news and chat. Below `MATCH`, one token differed and the text went on at the same place.
+_LONGEST = 32  # tokens; of so long a match, nearly all predictions are right
+# Rates before any test, by the bits of the match's length (0, 1, 2-3, 4-7, 8-15, 16-31, 32): about
+# those of code, news and chat. Below `MATCH`, one token differed and the place was kept.
 _PRIOR_RATES = 0.2, 0.6, 0.8, 0.65, 0.9, 0.95, 0.98
-_PRIOR_TESTS = 4.0  # that the prior counts for: few, because every emitted token tests
+_PRIOR_TESTS = 4.0  # that the prior counts for; few, because every emitted token is a test
 _KEEP = 0.99  # weight of a test relative to the next one: texts change within some hundred tokens
 
 
 class CopyRates:
     """Share of predicted tokens that were emitted, by length of the match.
 
-    Sampled requests are a separate kind, because they leave the earlier text more often.
+    Greedy and sampled requests are separate kinds.
     """
 
     def __init__(self) -> None:

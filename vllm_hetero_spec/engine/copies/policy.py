@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy of copies: which requests have a draft from their own earlier text.
+"""Policy of copies: drafts from the earlier text of their own request.
 
 A copy takes no drafter step, but rows of the target like any draft. In a step, either all drafts
 are copies and the drafter rests, or copies replace the drafts that are expected to gain less.
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a step may draft.
+    """The copies and the draft lengths of a step.
 
     Attributes:
         copies: By index in the batch.
@@ -76,6 +76,7 @@ class Copies(PlanPolicy):
         self._step, self._chosen = step, {}
         for req_id in (self._texts.keys() - step.live) | (self._texts.keys() & step.started.keys()):
             del self._texts[req_id]
+        self._verifying.intersection_update(step.live)
         for request in step.requests:
             if request.req_id in self._verifying:
                 self._verifying.discard(request.req_id)
@@ -154,7 +155,7 @@ class Copies(PlanPolicy):
         return max(gains, key=lambda length: gains[length])
 
     def _best(self, copies: Mapping[int, Copy], planned: list[int]) -> Drafts:
-        """Return what gains most: drafts as planned, copies in the place of some, or copies only.
+        """Return the drafts that gain most: as planned, some of them replaced, or copies only.
 
         Requests with a draft length of their own keep their drafts.
         """
