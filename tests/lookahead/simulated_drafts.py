@@ -66,6 +66,18 @@ class Text:
         return best_guess
 
 
+@dataclass(frozen=True)
+class WholeDrafts(Text):
+    """Drafts are accepted whole or not at all. The drafter's confidence shows which."""
+
+    def draw(self, drafts: int, depth: int, generator: np.random.Generator) -> SimulatedDrafts:
+        is_easy = generator.random((drafts, 1)) < self.share
+        accepted = np.where(is_easy, self.easy, self.hard) * np.ones((1, depth))
+        low, high = np.where(is_easy, 0.75, 0.2), np.where(is_easy, 0.85, 0.6)
+        confidence = low + (high - low) * generator.random((drafts, depth))
+        return SimulatedDrafts(accepted, confidence, accepted)
+
+
 class DraftStream:
     """Drafts of a text in the order in which `run` uses them, the same for every controller.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from simulated_drafts import Text
+from simulated_drafts import DraftStream, Text, WholeDrafts
 from simulation import (
     Clock,
     Machine,
@@ -21,6 +21,7 @@ from simulation import (
     static_rate,
 )
 
+from vllm_hetero_spec.lookahead.acceptance import Observation
 from vllm_hetero_spec.lookahead.controllers import Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -218,6 +219,29 @@ def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
         )
         ours = run(controller, clock, [phase], limit=LONGEST, seed=seed, can_stop_early=True)
         assert ours.rate > 0.8 * fixed.rate, seed
+
+
+def test_drafts_of_one_token_do_not_hide_longer_ones() -> None:
+    """Half of the drafts are accepted whole, the others not at all. At first, drafts are short.
+
+    Positions without a test must not be taken for as bad as the mean first position.
+    """
+    seconds = (0.0, 0.0172, 0.0214, 0.0253, 0.0253, 0.0253, 0.0255, 0.0267)  # measured on a CPU
+    on = Machine(
+        target=lambda rows: seconds[min(rows, 7)], drafter=lambda batch: 0.0013, noise=0.05
+    )
+    phase = Phase(1, 20.0, WholeDrafts(1.0, 0.0, 0.5), on)
+    for seed in range(4):
+        clock = Clock()
+        known = Estimates.of(calibration(on), 6)
+        drafts = DraftStream(phase.text, 1, seed).take(300)
+        for accepted, confidence in zip(drafts.accepted, drafts.confidence, strict=True):
+            draft = Observation(1, int(accepted[0]), confidence.tolist(), 1)
+            known.acceptance.observe(draft, False)
+            known.acceptance.learn()
+        ours = run(Goodput(known, clock=clock), clock, [phase], limit=6, seed=seed)
+        fixed = max(run(Fixed(k), Clock(), [phase], limit=6, seed=seed).rate for k in range(1, 7))
+        assert ours.rate > LOW * fixed, (seed, ours.rate, fixed)
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:

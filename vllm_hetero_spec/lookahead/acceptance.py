@@ -198,13 +198,15 @@ class _Kind:
     def _replay(self, positions: int) -> None:
         """Predict the acceptance of the recent drafts.
 
-        Positions that a draft was not asked for have the mean rate of the others, which includes
-        drafts that ended by themselves.
+        A position that a draft was not asked for has the mean of two rates: that of the other
+        drafts, some of which ended by themselves, and that of the draft's position before. The
+        first alone underrates drafts that are accepted whole, the second overrates them.
         """
         drafts, ended = self._recent, self._recent == _ENDED
         predicted = self._confidence.predict(np.where(ended, 0.0, drafts), np.arange(positions))
         predicted[ended] = 0.0
         alive, rate, self.rates = np.ones(len(drafts)), _PRIOR_RATE, list[float]()
+        before = np.full(len(drafts), _PRIOR_RATE)
         self.survival = np.empty((max(len(drafts), 1), positions))
         for position in range(positions):
             column, over = predicted[:, position], ended[:, position]
@@ -214,7 +216,8 @@ class _Kind:
             total = float(alive @ np.where(unknown, 0.0, column))
             rate = (total + _NEIGHBOUR * rate) / (proposed + _NEIGHBOUR)
             goes_on = (proposed + _NEIGHBOUR) / (asked + _NEIGHBOUR)
-            alive = alive * np.where(unknown, rate * goes_on, column)
+            before = np.where(unknown, before, column)
+            alive = alive * np.where(unknown, (rate + before) / 2 * goes_on, column)
             self.survival[:, position] = alive if len(drafts) else _PRIOR_RATE ** (position + 1)
             self.rates.append(rate)
 
