@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "vllm_hetero_spec"
-# Files that decide how far to draft.
-CONTROL = ("lookahead/", "trees/values", "trees/pricing", "trees/policy", "engine/looks")
-CONTROL += ("trees/branch_statistics", "engine/lookahead_control", "engine/step_timing")
-CONTROL += ("engine/ahead_control", "engine/ahead/control", "engine/request_limits")
-CONTROL += ("engine/waiting_plan", "engine/verifying")
+# Files that decide how far to draft, without optional features.
+CONTROL = ("lookahead/", "engine/lookahead_control", "engine/step_timing")
+CONTROL += ("engine/looks", "engine/request_limits", "engine/waiting_plan", "engine/verifying")
 _CLAUSES = r"(What|Whether|How|Where|Who|Which|When|Why|Of|As|That|Those) "
 
 

@@ -19,4 +19,4 @@ def test_the_project_does_not_grow() -> None:
     assert found["documented keys"] <= 24  # two of them are keys of vLLM
     assert found["package, lines"] <= 31_350
     assert found["scripts, lines"] <= 2_600
-    assert found["numbers that decide how far to draft"] <= 81
+    assert found["numbers that decide how far to draft"] <= 47  # two of them decide nothing

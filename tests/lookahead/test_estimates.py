@@ -88,17 +88,17 @@ def test_other_text_is_learnt_anew() -> None:
         assert ours.speedup > 0.95
 
 
-def test_what_is_learnt_stays_the_same_but_for_its_weight() -> None:
+def test_a_later_run_has_the_same_estimates() -> None:
     on = machine("gpu")
     known = calibrated(on)
     serve(known, Phase(4, 10.0, GOOD, on))
     again = kept(known)
     for random in (False, True):
-        expected = pytest.approx(known.acceptance.rates(random), abs=0.05)
+        expected = pytest.approx(known.acceptance.rates(random), abs=0.001)  # rounded confidences
         assert again.acceptance.rates(random) == expected
-    assert again.steps.expected(4) == pytest.approx(known.steps.expected(4), rel=0.05)
+    assert again.steps.expected(4) == pytest.approx(known.steps.expected(4))
     assert again.costs.target(4, 12) == pytest.approx(known.costs.target(4, 12), rel=0.01)
-    assert len(again.to_dict()["acceptance"]["greedy"]["recent"]) == 128
+    assert len(again.to_dict()["acceptance"]["greedy"]["recent"]) == 256
     assert again.summary().startswith(f"{known.acceptance.drafts} drafts, acceptance 0.8")
 
 

@@ -19,15 +19,12 @@ _HALF_LIFE = 1024  # tested tokens until a test counts half: rates within 2 %
 _LEAST_VARIANCE = 0.1  # of one test, so that a sure prediction can be refuted by a few
 _LARGEST_STEP = 2.0  # logits by which a batch of tests moves a prediction at most
 _STEEPEST = 6.0  # logits: no prediction is surer than 99.75 %
-_UNKNOWN = 0.5  # in the place of a missing confidence: only the position counts
-_PRIOR_RATE = 0.7  # acceptance of a drafter without any test: good enough to be tried
+_PRIOR_RATE = 0.7  # of a drafter without tests, or of a token without a confidence
 _NEIGHBOUR = 3.0  # drafts that the rate of the position before counts for
 _JUDGED = 32.0  # accepted tokens, real or forecast, after which both are compared
 _CHANGED = 0.25  # ratio of both that shows a change: hard text has about half of the mean
 _AFTER_CHANGE = 0.02  # weight of earlier tests after a change: they are a hint, no more
 _KEPT = 256  # drafts replayed: enough for a mean within some percent, few enough to be quick
-_ADDED = 64  # of those verified since the last replay
-_SAVED = 128  # drafts, or half as many tests, that all earlier ones count for in a later run
 _ENDED = -1.0  # in the place of a confidence: the drafter had nothing more to propose
 
 
@@ -97,10 +94,8 @@ class Confidence:
         self._learnt *= keep
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values, with the weight of at most `_SAVED` drafts."""
-        tests = float(self._learnt[2, 2]) / _LEAST_VARIANCE  # about
-        learnt = self._learnt * min(1.0, 2.0 * _SAVED / max(tests, 1.0))
-        return {"weights": self._as_floats, "learnt": learnt.tolist()}
+        """Return the state as JSON values."""
+        return {"weights": self._as_floats, "learnt": self._learnt.tolist()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "Confidence":
@@ -146,7 +141,7 @@ class _Kind:
         if tested:
             self._confidence.observe(*zip(*tested, strict=True))
         positions = len(self.rates)
-        sample = drafts[:: math.ceil(len(drafts) / _ADDED)]
+        sample = drafts[-_KEPT:]
         rows = np.full((len(sample), positions), np.nan)
         for row, draft in zip(rows, sample, strict=True):
             row[len(draft.confidences) : draft.wanted] = _ENDED
@@ -164,7 +159,7 @@ class _Kind:
         return survival
 
     def to_dict(self) -> dict[str, Any]:
-        recent = self._recent[-_SAVED:].round(4).tolist()
+        recent = self._recent.round(4).tolist()
         rows = [[None if math.isnan(x) else x for x in row] for row in recent]
         return {"confidence": self._confidence.to_dict(), "recent": rows}
 
@@ -240,8 +235,8 @@ class Acceptance:
 
     def observe(self, draft: Observation, random: bool) -> None:
         """Record a verified draft of a greedy or sampled request, for `learn`."""
-        known = [_UNKNOWN if math.isnan(c) else c for c in draft.confidences]
-        known += [_UNKNOWN] * (draft.verified - len(known))
+        known = [_PRIOR_RATE if math.isnan(c) else c for c in draft.confidences]
+        known += [_PRIOR_RATE] * (draft.verified - len(known))
         self._observations[random].append(draft._replace(confidences=known))
 
     def learn(self) -> None:
@@ -258,7 +253,7 @@ class Acceptance:
 
     def survival_of(self, confidences: Sequence[float], random: bool) -> list[float]:
         """Return P[accepted up to each token] of a draft under way, by its confidences."""
-        known = [_UNKNOWN if math.isnan(c) else c for c in confidences]
+        known = [_PRIOR_RATE if math.isnan(c) else c for c in confidences]
         return self._kinds[random].survival_of(known)
 
     def replayed(self, random: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:

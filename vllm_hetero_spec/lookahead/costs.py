@@ -20,11 +20,8 @@ Points = Sequence[tuple[float, float]]  # (size, seconds)
 
 _SIZES = [1.0, 2.0, 3.0, *(float(part << octave) for octave in range(10) for part in range(4, 8))]
 _NEAR = 1.06  # factor by which a size is below the one that it counts for, at most
-_GROWTH = 0.15  # exponent of the size for seconds if one size is known: mostly memory-bound
 _WINDOW = 15  # measurements of a median: 5 % of noise leave 1.6 %, and 8 outvote what was before
 _OFTEN = 10  # measurements of a size from which on another one shows that the machine has changed
-_SELDOM = 5  # measurements of a size that was not timed, below which its cost is doubtful
-_ERROR = 0.5  # standard error of a median of `_WINDOW`, over the median deviation: 1.25 / 0.67 / 4
 _NEARNESS = 30.0  # exponent of the ratio of two sizes; the next size counts for some percent
 _COLD = 1.25  # a first step of a size that is slower by this factor may have compiled kernels
 _USUAL_FEED = 4  # context tokens per request that any round reads: those emitted last
@@ -66,7 +63,6 @@ class CostTable:
 
     def __init__(self, points: Points = (), speed: Recent | None = None) -> None:
         self._speed = Recent([0.0] * _OFTEN) if speed is None else speed
-        self._spread = Recent()  # deviations of single measurements, logarithms
         self._own: dict[float, Recent] = {}  # of measured sizes: usual over timed, logarithms
         timed = {s: t for s, t in sorted(points) if s > 0 and 0 < t < math.inf}
         self._timed = sorted(timed.items())
@@ -97,8 +93,8 @@ class CostTable:
         return min(math.exp(self._speed.value) * least, self.seconds(size))
 
     def _is_doubtful(self, size: float) -> bool:
-        """Return True if the size was measured seldom, and not timed."""
-        return size not in self._sizes and len(self._own.get(size, ())) < _SELDOM
+        """Return True if the size was not timed, and measured less than half of `_OFTEN`."""
+        return size not in self._sizes and 2 * len(self._own.get(size, ())) < _OFTEN
 
     def observe(self, size: float, seconds: float) -> None:
         """Learn from a measurement; ignore one that is not a positive number."""
@@ -116,7 +112,6 @@ class CostTable:
             return
         off = math.log(seconds / _line(size, self._timed))
         if len(own) >= _OFTEN:
-            self._spread.add(abs(off - own.value - self._speed.value))
             self._speed.add(off - own.value)
         own.add(off - self._speed.value)
         self._update()
@@ -130,7 +125,7 @@ class CostTable:
 
         Kernels work in tiles: one row may cost much and the next ones nothing. The lower convex
         hull between both ends spreads such a cost, so that drafts do not end just before it. After
-        such a row, the mean up to a later one is less. A rise within the error of medians is none.
+        such a row, the mean up to a later one is less.
         """
         if (first, last) not in self._slopes:
             last = max(last, first + 1)
@@ -141,9 +136,8 @@ class CostTable:
             slopes = [rise / width for rise, width in zip(rises, widths, strict=True)]
             slopes = rising(slopes, widths)
             known = [i for i, s in enumerate(sizes) if not self._is_doubtful(s)]
-            noise = 1.0 + _ERROR * self._spread.value
             for low, high in combinations(known, 2):
-                rise = max(seconds[high] - noise * seconds[low], 0.0)
+                rise = seconds[high] - seconds[low]
                 slopes[low] = min(slopes[low], rise / (sizes[high] - sizes[low]))
             self._slopes[first, last] = sizes[1:], slopes
         ends, slopes = self._slopes[first, last]
@@ -306,9 +300,12 @@ def _nearest(size: float) -> float:
 
 
 def _line(size: float, points: Points) -> float:
-    """Return the seconds at a size; beyond both ends, the line goes on, to half of the first."""
+    """Return the seconds at a size; beyond both ends, the line goes on, to half of the first.
+
+    If one size is known, all sizes take as long.
+    """
     if len(points) == 1:
-        return points[0][1] * (size / points[0][0]) ** _GROWTH
+        return points[0][1]
     at = min(max(bisect_right(points, size, key=_first) - 1, 0), len(points) - 2)
     (low, before), (high, after) = points[at : at + 2]
     return max(before + (size - low) / (high - low) * (after - before), points[0][1] / 2)

@@ -15,7 +15,6 @@ from vllm_hetero_spec.lookahead.acceptance import numbers
 _KEEP = 0.995  # weight of a round relative to the next: texts change within some hundred
 # Before any round: few rounds, but many squares, so that rounds of one length change `each`.
 _PRIOR_ROUNDS, _PRIOR_SQUARES = 0.1, 4.0
-_SAVED = 32.0  # rounds that all earlier ones count for in a later run
 
 
 class DraftSteps:
@@ -47,9 +46,8 @@ class DraftSteps:
         return self._extra + self.each * tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values, with the weight of at most `_SAVED` rounds."""
-        sums = self._sums * min(1.0, _SAVED / max(self._sums[0], 1.0))
-        return {"sums": sums.tolist(), "initial": self._initial}
+        """Return the state as JSON values."""
+        return {"sums": self._sums.tolist(), "initial": self._initial}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> "DraftSteps":

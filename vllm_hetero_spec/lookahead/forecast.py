@@ -19,7 +19,6 @@ from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 
 _GOOD_ENOUGH = 0.99  # share of the best rate; forecasts are no surer
-_HOPELESS = 0.9  # share of the best rate; a draft length below it ends the forecast
 Price = Callable[[float], float]  # in tokens, of the last of so many rows
 
 
@@ -90,7 +89,7 @@ class Load(NamedTuple):
 def forecast(
     known: Estimates, load: Load, branches: BranchGains | None = None, paths: int = 1
 ) -> Forecast:
-    """Return the rates of all promising draft lengths.
+    """Return the rates of all draft lengths.
 
     Args:
         branches: Gains of trees; None if drafts are chains.
@@ -140,8 +139,6 @@ def forecast(
         computed = batch * (1.0 + filled_up(depth + 1, buckets)) if buckets else rows
         found.rates.append(tokens / (seconds + costs.target(batch, computed)))
         found.hoped.append(tokens / (seconds + costs.hoped(batch, computed)))
-        if found.hoped[-1] < _HOPELESS * max(found.rates):
-            break
     return found
 
 

@@ -28,18 +28,14 @@ _BEGIN = 1.02  # gain at which drafting begins: above 1 by about what a forecast
 _SUNK = 0.05  # seconds that drafting is expected to have lost when it ends: forecasts vary by 5 %
 _RANDOM_SHARES = 4  # loads are distinguished by quarters of sampled requests
 _FORECAST_EVERY = 0.05  # seconds between forecasts, which take a share of a millisecond each
-_PROBED = 4  # requests of a probe at most: enough drafts for news, few enough to be cheap
-_PROBE = 4  # tokens of each at most: deeper positions follow from these
 # Steps of a probe. A draft that follows a step without one may begin at any token, later ones begin
 # behind a rejected token, so more of their tokens are accepted.
 _BURST = 4
 _LEAST_BURST = 2  # steps of a probe if they use up its budget: the first teaches costs only
-_NEWS = 0.01  # growth of the gain at which a probe is followed by others
 _WARM_UP = 80  # drafts from which on a pair is known
 _FIRST = 0.05, 2.0, 0.5  # seconds, and plain steps, that an unknown pair may lose until it is known
-_NEAR = 0.92  # gain at which any probe is followed by others
+_NEAR = 0.92  # gain from which on a probe is followed by others
 _HORIZON = 2.0  # seconds, divided by the batch, in which a request's catch-up has to pay
-_LEAST_GAIN = 0.02  # share of that time that a catch-up may take if nothing is gained
 
 
 class Goodput(Controller):
@@ -109,8 +105,7 @@ class Goodput(Controller):
         # Requests that may be drafted for, those with the shortest catch-up first.
         able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:
-            return self._probe(now, able, pending, _PROBE // 2) or nothing
-        before = self._forecast.gain if self._forecast else 0.0
+            return self._probe(now, able, pending, 1) or nothing
         probed = probing and not self._burst
         found = self._refreshed(now, at_once=probed)
         most_lost = _FIRST[0] + _FIRST[1] * batch / found.alone
@@ -120,15 +115,15 @@ class Goodput(Controller):
         gain = found.gain
         if self._warms_up and gain < _BEGIN:
             gain = forecast(self._hoped, self._load).gain
-        if probed and (found.gain > _NEAR or found.gain > before + _NEWS):
+        if probed and found.gain > _NEAR:
             self._prober.hurry(now)
         self._decide(gain, len(able))
         if self.off:
-            return self._probe(now, able, pending, min(found.good[0], _PROBE)) or nothing
-        share = max(found.gain - 1.0, _LEAST_GAIN)
+            return self._probe(now, able, pending, found.good[0]) or nothing
+        share = max(found.gain, _BEGIN) - 1.0
         chosen = [i for i in able if self._catch_up_pays(share, pending[i], left[i])]
         if not chosen:
-            return self._probe(now, able, pending, min(found.good[0], _PROBE)) or nothing
+            return self._probe(now, able, pending, found.good[0]) or nothing
         self._burst = 0
         # Steps without drafts measure the cost of the target alone.
         if self._prober.due(now, (found.gain**2 - 1.0) * batch / found.alone, batch):
@@ -264,23 +259,21 @@ class Goodput(Controller):
     def _probe(
         self, now: float, able: Sequence[int], pending: Sequence[int], length: int
     ) -> LookaheadPlan | None:
-        """Return drafts for some requests during a probe, and if one is due and affordable.
+        """Return drafts during a probe, and if one is due and affordable.
 
-        Their number has the smallest loss per request; it is 1 if that is too much.
+        It drafts for all requests if that loses less per request than a draft for one of them.
         """
         if self._burst <= _BURST - _LEAST_BURST and self._prober.budget < 0:
             self._burst = 0
         if not self._burst:
-            sizes = {1, min(_PROBED, len(able))}
+            count, loss = 1, self._expected_loss(length, pending, able[:1])
             if self._acceptance.drafts and self._costs.knows_catch_up:
-                sizes.add(len(able))
-            losses = {n: self._expected_loss(length, pending, able[:n]) for n in sizes}
-            count = min(sizes, key=lambda n: losses[n] / n)
-            if losses[count] > self._prober.budget:
-                count = 1
-            if not self._prober.due(now, losses[count], self._batch):
+                of_all = self._expected_loss(length, pending, able)
+                if of_all < loss * len(able) and of_all <= self._prober.budget:
+                    count, loss = len(able), of_all
+            if not self._prober.due(now, loss, self._batch):
                 return None
-            self._burst, self._probed, self._loss = _BURST, count, losses[count]
+            self._burst, self._probed, self._loss = _BURST, count, loss
             self._costs.doubt_drafter()
         self._burst, self._probing = self._burst - 1, True
         chosen = able[: self._probed]
