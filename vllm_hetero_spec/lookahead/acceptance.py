@@ -125,7 +125,7 @@ class _Kind:
         self._confidence = Confidence()
         self._forecast = self._accepted = 0.0  # tokens, since they were last compared
         self._new = 0  # recent drafts since then
-        self._recent = np.full((0, positions), np.nan)  # confidences, NaN where not asked for
+        self._recent = np.full((0, positions), np.nan)  # confidences; NaN beyond the plan
         self._replay(positions)
 
     def learn(self, drafts: Sequence[Observation]) -> None:
@@ -193,7 +193,7 @@ class _Kind:
     def _replay(self, positions: int) -> None:
         """Predict the acceptance of the recent drafts.
 
-        A position that a draft was not asked for has the mean of two rates: that of the other
+        A position beyond a draft's planned length has the mean of two rates: that of the other
         drafts, some of which ended by themselves, and that of the draft's position before. The
         first alone underrates drafts that are accepted whole, the second overrates them.
         """

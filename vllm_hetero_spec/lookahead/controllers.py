@@ -54,7 +54,7 @@ class Gauges(NamedTuple):
     Attributes:
         lookahead: Target tokens it drafts for requests without a limit; 0 while off.
         tokens_per_second: Lambda, what a second is worth.
-        gain: Rate of the best lookahead over the rate of the target alone; 0 where unknown.
+        gain: Rate of the best lookahead over the rate of the target alone; 0 if unknown.
         drafter_seconds: One drafter step of the present batch.
         target_seconds: A plain step of the target.
         acceptance: Conditional acceptance by position.
@@ -117,7 +117,8 @@ class Controller(ABC):
             random: True for each sampled request; None if all are greedy.
             buckets: If drafts are padded, their possible lengths, increasing from 0: the target
                 computes as many rows for every request. Empty if drafts are not padded.
-            left: Most target tokens that each request may still emit; None if unknown.
+            left: Largest useful draft length of each request: the tokens that it may still emit,
+                minus one; None if unknown.
         """
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
@@ -134,8 +135,8 @@ class Controller(ABC):
     def trim(self, confidences: Sequence[Sequence[float]]) -> list[int]:
         """Return the number of each request's proposed tokens to verify.
 
-        Whether token j is included depends only on the request's confidences up to j, and on those
-        of other requests.
+        The decision on token j uses only confidences of tokens 0 to j, of this and of other
+        requests.
 
         Args:
             confidences: One list per request of the plan, with a number from 0 to 1 for each
@@ -218,7 +219,7 @@ class Fixed(Controller):
 
     Args:
         lookahead: In target tokens; 0 is the target alone.
-        width: Paths that the drafter follows for a tree; 0 where drafts are chains.
+        width: Paths that the drafter follows for a tree; 0 if drafts are chains.
     """
 
     def __init__(self, lookahead: int, width: int = DEFAULT_TREE_WIDTH) -> None:

@@ -52,9 +52,8 @@ class Recent:
 class CostTable:
     """Seconds of one kind of step by size, linear between known sizes and never falling.
 
-    A size that was measured seldom differs from its timing because the timing is off, and so do
-    the sizes next to it. One that was measured often differs because the machine has changed, and
-    so do all sizes.
+    If few measurements of a size differ from its timing, the timing was wrong. Then the sizes next
+    to it are corrected, too. If many do, the machine has changed. Then all sizes are corrected.
 
     Args:
         points: Timed (size, seconds). Without any, the first measurement gives the level.

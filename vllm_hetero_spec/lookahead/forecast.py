@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecast of tokens per second for every draft length.
 
-A round with draft length k takes the drafter's and the target's steps, and emits one token per
+A step with draft length k takes the drafter's steps and one of the target, and emits one token per
 request plus the accepted tokens: rate(k) = tokens(k) / seconds(k). Recent drafts are replayed at
 present costs. The replay also omits tokens that would not be verified and stops rounds early, at
 the same price of a second in tokens.

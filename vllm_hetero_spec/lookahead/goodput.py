@@ -28,12 +28,13 @@ _BEGIN = 1.02  # gain at which drafting begins: above 1 by about what a forecast
 _SUNK = 0.05  # seconds that drafting is expected to have lost when it ends: forecasts vary by 5 %
 _RANDOM_SHARES = 4  # loads are distinguished by quarters of sampled requests
 _FORECAST_EVERY = 0.05  # seconds between forecasts, which take a share of a millisecond each
-# Steps of a probe. A draft that follows a step without one may begin at any token, later ones begin
-# behind a rejected token, so more of their tokens are accepted.
+# Steps of a probe. The first draft may begin at any token. The later ones begin behind a rejected
+# token, so more of their tokens are accepted.
 _BURST = 4
 _LEAST_BURST = 2  # steps of a probe if they use up its budget: the first teaches costs only
 _WARM_UP = 80  # drafts from which on a pair is known
-_FIRST = 0.05, 2.0, 0.5  # seconds, and plain steps, that an unknown pair may lose until it is known
+# Seconds, and plain steps, that an unknown pair may lose; seconds of gain that offset later losses.
+_FIRST = 0.05, 2.0, 0.5
 _NEAR = 0.92  # gain from which on a probe is followed by others
 _HORIZON = 2.0  # seconds, divided by the batch, in which a request's catch-up has to pay
 
