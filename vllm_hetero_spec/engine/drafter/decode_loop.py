@@ -83,10 +83,9 @@ class Drafter:
         # A `back` round feeds at least two tokens per request. If graphs take one token only, each
         # of its catch-up forwards would run eagerly.
         self.rules = replace(self.rules, back=self.rules.back and support.several_tokens)
-        recorded = RecordedSteps(
-            self.model, self.rules, self.send_plan, self.steps.picked, graphs, shapes, support
-        )
-        self.steps = self._wrap(recorded, GraphPlan(graphs, shapes, support))
+        plan = GraphPlan(graphs, shapes, support)
+        recorded = RecordedSteps(self.model, self.rules, self.send_plan, self.steps.picked, plan)
+        self.steps = self._wrap(recorded, plan)
 
     @property
     def parallel(self) -> bool:
