@@ -87,23 +87,6 @@ class Steps(Protocol):
         """Restart the steps after the tokens that step 0 now has."""
 
 
-class Forwards:
-    """Single forwards that are not steps of a round, planned on the host."""
-
-    def __init__(self, model: DrafterModel, rules: PickConfig, send: Send) -> None:
-        self._model, self._rules, self._send = model, rules, send
-
-    def feed(self, feed: BatchFeed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """Run one forward; return logits [n, V_D], restricted to tokens that may be picked.
-
-        `table` is int32 [n, W]. `lengths` is int32 [n], the sequence lengths after the forward.
-        """
-        tokens = real_tokens(feed.tokens, self._rules)
-        sent = self._send(tokens, feed.starts, lengths, table, feed.rows)
-        batch = ragged_batch(sent, feed, lengths)
-        return self._rules.only_real(self._model.forward(batch))
-
-
 def real_tokens(tokens: np.ndarray, rules: PickConfig) -> np.ndarray:
     """Replace ids that the drafter does not have by 0, in place."""
     tokens[0][tokens[0] >= rules.vocab_size] = 0
@@ -197,19 +180,12 @@ class EagerSteps:
         pass
 
 
-class Part(NamedTuple):
-    """One forward that reads `width` tokens of each context, from the end of its KV."""
-
-    width: int
-    texts: Sequence[int]
-
-
 def parts(
     pending: Sequence[int],
     contexts: Sequence[int],
     widths: Callable[[int], Sequence[int]],
     last_widths: Callable[[int], Sequence[int]],
-) -> list[Part]:
+) -> list[tuple[int, list[int]]]:
     """Plan the forwards that precede the catch-up forward of a round.
 
     Args:
@@ -219,18 +195,19 @@ def parts(
         last_widths: The same for the forward that follows.
 
     Returns:
-        Parts in order. After them each context has at least one token left, and no more than the
+        For each forward, the tokens to read of each context behind its KV, and the indices of the
+            contexts. After them each context has at least one token left, and no more than the
             widest graph for all contexts. Empty if no parts are necessary, or if too many would be.
     """
     left, shortest = list(pending), min(contexts)
     last = max((width for width in last_widths(len(left)) if width <= shortest), default=0)
-    found: list[Part] = []
+    found: list[tuple[int, list[int]]] = []
     while last and (long := [index for index, count in enumerate(left) if count > last]):
         fewest = min(left[index] for index in long)
         width = max((width for width in widths(len(long)) if width < fewest), default=0)
         if not width or len(found) == _MOST_PARTS:
             return []
-        found.append(Part(width, long))
+        found.append((width, long))
         for index in long:
             left[index] -= width
     return found
