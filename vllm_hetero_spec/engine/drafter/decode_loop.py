@@ -151,8 +151,7 @@ class Drafter:
             self._take_steps(current, None)
         drafted = [DrafterTokens([])] * len(current.rows)
         if current.taken:
-            rules = self.rules
-            stepwise = current.drafted(rules.confidences, rules.ends, rules.sampling)
+            stepwise = current.drafted(self.rules)
             drafted[: current.plan.active[0]] = stepwise
             for row, tokens in zip(current.rows, stepwise, strict=False):
                 if not self.parallel:  # the last draft token was not fed, so it has no KV
