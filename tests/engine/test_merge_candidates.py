@@ -127,8 +127,7 @@ def test_a_round_keeps_its_packet_while_drawn_drafts_feed(
     kept: list[bool] = []
 
     def packet(steps: EagerSteps) -> list[torch.Tensor]:
-        assert steps._sent is not None
-        return [steps._sent.lengths, steps._sent.places, steps._sent.table]
+        return [steps._lengths, steps._places, steps._table]
 
     def begun(self: EagerSteps, plan: RoundPlan) -> torch.Tensor:
         logits = begin(self, plan)

@@ -24,8 +24,8 @@ from vllm_hetero_spec.draft.methods import SLEM
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.engine.drafter.method import sampling_of
-from vllm_hetero_spec.engine.drafter.round import SampledDraft
-from vllm_hetero_spec.engine.drafter.tasks import DraftTask
+from vllm_hetero_spec.engine.drafter.round import sampled_draft
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftTask
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.staging import Send, Sender
@@ -81,8 +81,8 @@ class SampledRecordDecoder:
         drafts = []
         for task, own, rows_of in zip(tasks, ids, used, strict=True):
             row_of = [next(numbers) if row else -1 for row in rows_of]
-            made = SampledDraft(own[: len(row_of)], row_of, ())
-            draft = made.draft(task, self._sampling, self._ends, probs, None)
+            made = DrafterTokens(list(own))
+            draft = sampled_draft(task, made, row_of, probs, self._sampling, self._ends)
             certain = max(row_of, default=-1) < 0
             drafts.append(draft._replace(draft_probs=None) if certain else draft)
         return drafts

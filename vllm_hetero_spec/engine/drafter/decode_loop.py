@@ -17,7 +17,13 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Forwards, Steps, read_in_parts
+from vllm_hetero_spec.engine.drafter.steps import (
+    EagerSteps,
+    Steps,
+    ragged_batch,
+    read_in_parts,
+    real_tokens,
+)
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
@@ -66,7 +72,7 @@ class Drafter:
         self._receiver_own = Receiver(device, 8 * self.most_steps * max_requests)
         self.planner = Planner(model.block_size)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
-        self._forwards = Forwards(model, rules, Sender(device).send)
+        self._send_feed = Sender(device).send
         self.steps: Steps = EagerSteps(model, rules, self.send_plan, picked)
         self._wrap: Callable[[Steps, GraphPlan | None], Steps] = lambda steps, _: steps
         self._round: Round | None = None
@@ -83,10 +89,9 @@ class Drafter:
         # A `back` round feeds at least two tokens per request. If graphs take one token only, each
         # of its catch-up forwards would run eagerly.
         self.rules = replace(self.rules, back=self.rules.back and support.several_tokens)
-        recorded = RecordedSteps(
-            self.model, self.rules, self.send_plan, self.steps.picked, graphs, shapes, support
-        )
-        self.steps = self._wrap(recorded, GraphPlan(graphs, shapes, support))
+        plan = GraphPlan(graphs, shapes, support)
+        recorded = RecordedSteps(self.model, self.rules, self.send_plan, self.steps.picked, plan)
+        self.steps = self._wrap(recorded, plan)
 
     @property
     def parallel(self) -> bool:
@@ -146,8 +151,7 @@ class Drafter:
             self._take_steps(current, None)
         drafted = [DrafterTokens([])] * len(current.rows)
         if current.taken:
-            rules = self.rules
-            stepwise = current.drafted(rules.confidences, rules.ends, rules.sampling)
+            stepwise = current.drafted(self.rules)
             drafted[: current.plan.active[0]] = stepwise
             for row, tokens in zip(current.rows, stepwise, strict=False):
                 if not self.parallel:  # the last draft token was not fed, so it has no KV
@@ -166,10 +170,16 @@ class Drafter:
 
     @torch.inference_mode()
     def feed(self, feed: BatchFeed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """Run a forward that is not a step of a round, as `Forwards.feed`."""
+        """Run a forward that is not a step of a round.
+
+        `table` is int32 [n, W]; `lengths`, int32 [n], are those of the sequences after the forward.
+        Return logits [n, V_D], restricted to tokens that may be picked.
+        """
         self.forwards += 1
         with self.stopwatch:
-            return self._forwards.feed(feed, table, lengths)
+            tokens = real_tokens(feed.tokens, self.rules)
+            sent = self._send_feed(tokens, feed.starts, lengths, table, feed.rows)
+            return self.rules.only_real(self.model.forward(ragged_batch(sent, feed, lengths)))
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
         sequences, pending = [row.sequence for row in rows], [row.pending for row in rows]

@@ -6,12 +6,13 @@ request that drafts fewer tokens ignores the others, and their masks write no KV
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
-from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedGraph
+from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, real_tokens
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
@@ -126,7 +127,7 @@ class RecordedParallel:
         recorded: GraphPlan,
     ) -> None:
         self._model, self._rules, self._picked = model, rules, picked
-        self._mask, self._places, self._in_graph = mask, places, recorded.support.in_graph
+        self._mask, self._places = mask, places
         self.replays = 0
         sizes = sorted({size for size, _ in recorded.shapes})
         self._widths = {
@@ -134,13 +135,13 @@ class RecordedParallel:
             for size in (sizes if recorded.support.several_tokens else ())
         }
         shapes = [(size, pending) for size, of in self._widths.items() for pending in of]
-        self._recordings: dict[tuple[int, int], RecordedGraph] = {}
+        self._recordings: dict[tuple[int, int], RecordedForward] = {}
         if shapes:
             tokens = max(size * (pending + places - 1) for size, pending in shapes)
             self._on = _Tensors(model, rules, max(shapes)[0], tokens, places)
         with torch.inference_mode():
             for size, pending in sorted(shapes, reverse=True):
-                self._recordings[size, pending] = self._record(recorded.graphs, size, pending)
+                self._recordings[size, pending] = self._record(recorded, size, pending)
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         """Return the shape to plan a round with, as `Steps.shape`; width 0 without a graph."""
@@ -163,18 +164,9 @@ class RecordedParallel:
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """Run a round, and pick its tokens."""
-        size, pending = len(plan.table), plan.feed.most
-        recording, lengths = self._recordings[size, pending], self._put(plan)
+        lengths = self._put(plan)
         self.replays += 1
-        if self._in_graph:
-            recording.replay()
-        else:
-            self._on.move(size, pending)
-            batch = recording.batch._replace(
-                lengths_cpu=torch.from_numpy(lengths), max_length=int(lengths.max())
-            )
-            with self._model.context(self._model.metadata(batch), batch):
-                recording.replay()
+        self._recordings[len(plan.table), plan.feed.most].run(lengths)
         last = self._on.last[: plan.count] if plan.feed.back else None
         return CaughtUp(self.logits(0, plan.count), last)
 
@@ -182,19 +174,13 @@ class RecordedParallel:
         """Return the logits [count, V_D] of a step of the last round."""
         return self._on.logits[:count, step]
 
-    def _record(self, graphs: Graphs, size: int, pending: int) -> RecordedGraph:
-        on, batch = self._on, self._on.batch(size, pending)
+    def _record(self, recorded: GraphPlan, size: int, pending: int) -> RecordedForward:
+        on = self._on
         on.clear(pending)
-        metadata = self._model.metadata(batch, to_capture=True)
-
-        def work() -> None:
-            if self._in_graph:
-                on.move(size, pending)
-                self._model.update(metadata)
-            on.pick(self._model.logits(batch), size, self._picked)
-
-        with self._model.context(metadata, batch):
-            return RecordedGraph(batch, graphs.capture(work), metadata)
+        move = partial(on.move, size, pending)
+        finish = partial(on.pick, size=size, picked=self._picked)
+        batch = on.batch(size, pending)
+        return RecordedForward(self._model, recorded, batch, move, finish)
 
     def _put(self, plan: RoundPlan) -> np.ndarray:
         """Send a round in one packet. Return the lengths of the sequences, int32 [B]."""

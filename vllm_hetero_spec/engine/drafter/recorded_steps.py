@@ -7,7 +7,8 @@ per size serves all steps. Prompts and batches that fit no graph run eagerly. If
 trees, each shape is recorded twice, because chains do not need top candidates.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +36,10 @@ class Graphs(Protocol):
     """
 
     def capture(self, work: Work) -> Work:
-        """Record the operations of `work`; return a function that replays them and keeps `work`."""
+        """Record the operations of `work`; return a function that replays them.
+
+        The caller keeps `work`, and so its tensors.
+        """
 
 
 class GraphPlan(NamedTuple):
@@ -44,6 +48,53 @@ class GraphPlan(NamedTuple):
     graphs: Graphs
     shapes: Sequence[tuple[int, int]]
     support: GraphSupport
+
+
+class RecordedForward:
+    """A forward that a graph replays.
+
+    Args:
+        move: Copies the inputs of the forward to the tensors of `batch`.
+        finish: Uses the logits; part of the graph.
+
+    Attributes:
+        replay: Replays the graph.
+    """
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        recorded: GraphPlan,
+        batch: ForwardBatch,
+        move: Work,
+        finish: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._model, self._batch, self._move = model, batch, move
+        self._in_graph = in_graph = recorded.support.in_graph
+        metadata = model.metadata(batch, to_capture=True)
+
+        def work() -> None:
+            if in_graph:
+                move()
+                model.update(metadata)
+            finish(model.logits(batch))
+
+        self._work = work  # with the metadata, to which the graph refers
+        with model.context(metadata, batch):
+            self.replay = recorded.graphs.capture(work)
+
+    def run(self, lengths: np.ndarray) -> None:
+        """Replay; `lengths`, int32 [B], are those of the sequences after the forward."""
+        if self._in_graph:
+            self.replay()
+            return
+        # The host builds the metadata in tensors of the backend that the graph reads.
+        self._move()
+        batch = self._batch._replace(
+            lengths_cpu=torch.from_numpy(lengths), max_length=int(lengths.max())
+        )
+        with self._model.context(self._model.metadata(batch), batch):
+            self.replay()
 
 
 class StaticTensors:
@@ -70,7 +121,7 @@ class StaticTensors:
         widths: Collection[int],
     ) -> None:
         device, steps = model.device, len(picked.packet)
-        self._max_length = model.max_length
+        self._max_length, self._rules = model.max_length, rules
         # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(mode=False):
 
@@ -167,10 +218,11 @@ class StaticTensors:
         self.lengths[:size].copy_(lengths[0, :size])
 
     def pick(self, logits: torch.Tensor, *, first: bool, back: bool = False) -> None:
-        """Keep the logits [n, V_D], and pick each row's likeliest token.
+        """Mask the logits [n, V_D], keep them, and pick each row's likeliest token.
 
         If `back`, the logits are [2n, V_D], as from `DrafterModel.logits`.
         """
+        logits = self._rules.only_real(logits)
         count = len(logits) >> back
         kept = self.logits[:count]
         kept.copy_(logits[:count])
@@ -187,19 +239,8 @@ class StaticTensors:
         self.step.add_(1)
 
 
-class RecordedGraph(NamedTuple):
-    """A recorded graph and its forward. `keep` must live as long."""
-
-    batch: ForwardBatch
-    replay: Work
-    keep: object
-
-
 class RecordedSteps:
-    """Runs rounds by CUDA graphs; implements `Steps`.
-
-    `shapes` are (requests, tokens per request) to record. A longer catch-up runs eagerly.
-    """
+    """Runs rounds by CUDA graphs; implements `Steps`. A catch-up without a graph runs eagerly."""
 
     places = 1
 
@@ -209,31 +250,28 @@ class RecordedSteps:
         rules: PickConfig,
         send: Send,
         picked: PickBuffers,
-        graphs: Graphs,
-        shapes: Iterable[tuple[int, int]],
-        support: GraphSupport,
+        recorded: GraphPlan,
     ) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self._eager = EagerSteps(model, rules, send, picked)
-        self._in_graph = support.in_graph
-        shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
-        self._sizes = sorted({size for size, _ in shapes})
-        self._widths = {
-            size: sorted(width for of, width in shapes if of == size) for size in self._sizes
-        }
         self.replays, self.forks = 0, self._eager.forks
-        self._plan: RoundPlan | None = None
-        self._replays_round = False
-        self._recordings: dict[tuple[int, int, bool], RecordedGraph] = {}  # size, width, for trees
+        self._plan: RoundPlan | None = None  # of the present round; None if it runs eagerly
+        _, shapes, support = recorded
+        shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
+        self._widths: dict[int, list[int]] = {}
+        for size, width in sorted(shapes):
+            self._widths.setdefault(size, []).append(width)
         tokens = max(size * width for size, width in shapes)
         widths = {width for _, width in shapes}
-        self._on = StaticTensors(model, rules, picked, self._sizes[-1], tokens, widths)
+        self._on = StaticTensors(model, rules, picked, max(self._widths), tokens, widths)
+        # By size, width, and whether trees are possible.
+        self._recordings: dict[tuple[int, int, bool], RecordedForward] = {}
         with torch.inference_mode():
             for size, width in sorted(shapes, reverse=True):
                 for picked.wide in (True, False) if rules.beside else (False,):
                     for each in (1, 0) if width == 1 else (width,):  # width 0: the steps
-                        recorded = self._record(graphs, size, each)
-                        self._recordings[size, each, picked.wide] = recorded
+                        recording = self._record(recorded, size, each)
+                        self._recordings[size, each, picked.wide] = recording
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         fitting = (width for width in self.widths(count) if pending <= width <= context)
@@ -246,9 +284,8 @@ class RecordedSteps:
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         size, count, feed, on = len(plan.table), plan.count, plan.feed, self._on
-        self._plan = plan
-        self._replays_round = (size, 0, False) in self._recordings
-        if not self._replays_round:
+        self._plan = plan if (size, 0, False) in self._recordings else None
+        if self._plan is None:
             found = self._eager.begin(plan)
             self.forks = self._eager.forks
             return found
@@ -261,67 +298,38 @@ class RecordedSteps:
             tokens, starts, rows = self._send(feed.tokens, feed.starts, feed.rows)
             sent = (tokens, starts, on.plan_lengths[0, :count], on.table[:count], rows)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
-            on.pick(self._rules.only_real(self._model.forward(batch)), first=True, back=feed.back)
+            on.pick(self._model.forward(batch), first=True, back=feed.back)
         return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
-        if not self._replays_round:
+        if self._plan is None:
             return self._eager.step(number)
-        assert self._plan is not None
         count = self._plan.active[number]
-        size = next(size for size in self._sizes if size >= count)
-        self._replay(self._plan, size, 0, number)
+        self._replay(self._plan, self._size(count), 0, number)
         return self._on.logits[:count]
 
     def moved(self) -> None:
-        if not self._replays_round:
+        if self._plan is None:
             self._eager.moved()
-            return
-        assert self._plan is not None
-        self._on.put(self._plan)
+        else:
+            self._on.put(self._plan)
 
     def again(self) -> None:
         self._on.step.fill_(1)
 
     def _size(self, count: int) -> int:
-        return next((size for size in self._sizes if size >= count), 0)
+        return next((size for size in self._widths if size >= count), 0)
 
-    def _record(self, graphs: Graphs, size: int, width: int) -> RecordedGraph:
+    def _record(self, recorded: GraphPlan, size: int, width: int) -> RecordedForward:
         """Record the catch-up forward of `width` tokens per request, or a step if `width` is 0."""
         on = self._on
         batch = on.batch(size, max(1, width), back=self._rules.back and width > 1)
         on.clear()
-        # The graph refers to this metadata as long as it lives.
-        metadata = self._model.metadata(batch, to_capture=True)
-
-        def work() -> None:
-            if self._in_graph:
-                self._move(size, width)
-                self._model.update(metadata)
-            logits = self._rules.only_real(self._model.logits(batch))
-            on.pick(logits, first=width > 0, back=batch.back)
-
-        with self._model.context(metadata, batch):
-            return RecordedGraph(batch, graphs.capture(work), metadata)
-
-    def _move(self, size: int, width: int) -> None:
-        """Copy the inputs of the catch-up forward, or those of the next step if `width` is 0."""
-        if width:
-            self._on.catch_up(size, width)
-        else:
-            self._on.advance(size)
+        move = partial(on.catch_up, size, width) if width else partial(on.advance, size)
+        finish = partial(on.pick, first=width > 0, back=batch.back)
+        return RecordedForward(self._model, recorded, batch, move, finish)
 
     def _replay(self, plan: RoundPlan, size: int, width: int, number: int) -> None:
-        recording = self._recordings[size, width, self.picked.wide]
+        """Replay step `number` of a round, or its catch-up forward, as in `_record`."""
         self.replays += 1
-        if self._in_graph:
-            recording.replay()
-            return
-        # The host builds the metadata in tensors of the backend that the graph reads.
-        self._move(size, width)
-        lengths = plan.lengths[number, :size]
-        batch = recording.batch._replace(
-            lengths_cpu=torch.from_numpy(lengths), max_length=int(lengths.max())
-        )
-        with self._model.context(self._model.metadata(batch), batch):
-            recording.replay()
+        self._recordings[size, width, self.picked.wide].run(plan.lengths[number, :size])

@@ -82,12 +82,7 @@ class CudaGraphs:
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream),
         ):
             work()
-
-        def replay() -> None:
-            graph.replay()
-
-        replay.work = work  # type: ignore[attr-defined] # its tensors must outlive the recording
-        return replay
+        return graph.replay
 
 
 class Recording:

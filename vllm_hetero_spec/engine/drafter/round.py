@@ -3,7 +3,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,52 +11,47 @@ from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
-from vllm_hetero_spec.engine.drafter.token_picking import PickedTokens, RowPickers
+from vllm_hetero_spec.engine.drafter.token_picking import PickConfig, PickedTokens, RowPickers
 from vllm_hetero_spec.staging import Fetched
 
 
-class SampledDraft(NamedTuple):
-    """The sampled drafter tokens of one request.
+def sampled_draft(
+    task: DraftTask,
+    tokens: DrafterTokens,
+    rows: Sequence[int],
+    probs: torch.Tensor,
+    sampling: SampledMethod,
+    ends: Collection[int],
+    stand_ins: np.ndarray | None = None,
+) -> Draft:
+    """Return the draft of sampled drafter tokens.
 
-    `rows` has the row of `draft_probs` that each token was sampled from; -1 if it was certain. It
-    may be longer than `ids`.
+    Each drafter token spells one sampled target token, and then certain ones. The draft ends at the
+    lookahead, or at a sampled token that ends a draft. It never ends because of the probability of
+    a token.
+
+    Args:
+        rows: Row of `probs` that each token was sampled from; -1 if it was certain.
+        probs: float32 [R, V_T].
+        ends: Drafter ids that end a draft.
+        stand_ins: int64 [R], target tokens that replace null proposals.
     """
-
-    ids: Sequence[int]
-    rows: Sequence[int]
-    confidences: Sequence[float]
-
-    def draft(
-        self,
-        task: DraftTask,
-        sampling: SampledMethod,
-        ends: Collection[int],
-        probs: torch.Tensor,
-        stand_ins: np.ndarray | None,
-    ) -> Draft:
-        """Return the draft in target tokens.
-
-        Each sampled drafter token spells one sampled target token, and then certain ones. The draft
-        ends at the lookahead, or at a sampled token that ends a draft. It never ends because of the
-        probability of a token. `probs` is float32 [R, V_T], and `stand_ins` is int64 [R].
-        """
-        proposal: list[int] = []
-        row_of: list[int] = []
-        peaks: list[float] = []
-        for place, (drawn, row) in enumerate(zip(self.ids, self.rows, strict=False)):
-            tokens = sampling.spell(drawn)
-            ended = not len(tokens) or drawn in ends
-            if not len(tokens) and stand_ins is not None:
-                tokens = [int(stand_ins[row])]
-            proposal += tokens
-            row_of += [row, *[-1] * (len(tokens) - 1)][: len(tokens)]
-            if self.confidences:
-                peaks += [self.confidences[place], *[1.0] * (len(tokens) - 1)][: len(tokens)]
-            if ended:
-                break
-        return Draft.chain(task.req_id, proposal, peaks, DraftProbs(probs, row_of)).first(
-            task.lookahead
-        )
+    proposal: list[int] = []
+    row_of: list[int] = []
+    peaks: list[float] = []
+    for place, (drawn, row) in enumerate(zip(tokens.tokens, rows, strict=False)):
+        spelled = sampling.spell(drawn)
+        ended = not len(spelled) or drawn in ends
+        if not len(spelled) and stand_ins is not None:
+            spelled = [int(stand_ins[row])]
+        proposal += spelled
+        row_of += [row, *[-1] * (len(spelled) - 1)][: len(spelled)]
+        if tokens.confidences:
+            peaks += [tokens.confidences[place], *[1.0] * (len(spelled) - 1)][: len(spelled)]
+        if ended:
+            break
+    draft = Draft.chain(task.req_id, proposal, peaks, DraftProbs(probs, row_of))
+    return draft.first(task.lookahead)
 
 
 @dataclass
@@ -95,14 +89,12 @@ class Round:
             self.confidences.setdefault(row.task.req_id, []).append(peak)
         return {row.task.req_id: self.confidences[row.task.req_id] for row in rows}
 
-    def drafted(
-        self, confidences: bool, ends: frozenset[int], sampling: SampledMethod | None
-    ) -> list[DrafterTokens]:
+    def drafted(self, rules: PickConfig) -> list[DrafterTokens]:
         """Return the drafter tokens of each row that drafted step by step. Waits for the copy."""
         assert self.fetched is not None
         active = self.plan.active[: self.taken]
         packet = self.fetched.wait()[:, :, : max(active)]
-        picked = self.picked = PickedTokens(packet, confidences=confidences)
+        picked = self.picked = PickedTokens(packet, confidences=rules.confidences)
         drafted = []
         for index, (row, ids, peaks, sound) in enumerate(
             zip(self.rows[: active[0]], picked.ids, picked.peaks, picked.sound, strict=False)
@@ -114,14 +106,15 @@ class Round:
             if row.task.paths:
                 tokens = tokens._replace(beside=picked.beside(index, count))
             drafted.append(tokens)
-        if (draws := self.own.draws) is not None and sampling is not None:
+        if (draws := self.own.draws) is not None and rules.sampling is not None:
             stand_ins = None if self.stand_ins is None else self.stand_ins.wait()
             probs = draws.draft_probs  # shared by all drafts
-            for index, lines in self.own.row_of(self.taken).items():
+            for index, rows in self.own.row_of(self.taken).items():
                 tokens, task = drafted[index], self.rows[index].task
                 # If logits are not finite, the tokens sampled before are still proposed. Otherwise
                 # the sampled token would affect the draft length.
-                drawn = SampledDraft(tokens.tokens, lines, tokens.confidences)
-                draft = drawn.draft(task, sampling, ends, probs, stand_ins)
+                draft = sampled_draft(
+                    task, tokens, rows, probs, rules.sampling, rules.ends, stand_ins
+                )
                 drafted[index] = tokens._replace(proposal=draft)
         return drafted

@@ -87,23 +87,6 @@ class Steps(Protocol):
         """Restart the steps after the tokens that step 0 now has."""
 
 
-class Forwards:
-    """Single forwards that are not steps of a round, planned on the host."""
-
-    def __init__(self, model: DrafterModel, rules: PickConfig, send: Send) -> None:
-        self._model, self._rules, self._send = model, rules, send
-
-    def feed(self, feed: BatchFeed, table: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
-        """Run one forward; return logits [n, V_D], restricted to tokens that may be picked.
-
-        `table` is int32 [n, W]. `lengths` is int32 [n], the sequence lengths after the forward.
-        """
-        tokens = real_tokens(feed.tokens, self._rules)
-        sent = self._send(tokens, feed.starts, lengths, table, feed.rows)
-        batch = ragged_batch(sent, feed, lengths)
-        return self._rules.only_real(self._model.forward(batch))
-
-
 def real_tokens(tokens: np.ndarray, rules: PickConfig) -> np.ndarray:
     """Replace ids that the drafter does not have by 0, in place."""
     tokens[0][tokens[0] >= rules.vocab_size] = 0
@@ -132,23 +115,15 @@ def ragged_batch(
     )
 
 
-class _Sent(NamedTuple):
-    """A round's plan and its tensors on the device; `starts` is for one token per request."""
-
-    plan: RoundPlan
-    lengths: torch.Tensor
-    lengths_cpu: torch.Tensor
-    places: torch.Tensor
-    table: torch.Tensor
-    starts: torch.Tensor
-    starts_cpu: torch.Tensor
-    longest: Sequence[int]
-
-
 class EagerSteps:
     """Runs rounds of any shape without graphs; implements `Steps`."""
 
     places = 1
+    # The present round, and its arrays on the device.
+    _plan: RoundPlan
+    _lengths: torch.Tensor
+    _places: torch.Tensor
+    _table: torch.Tensor
 
     def __init__(
         self, model: DrafterModel, rules: PickConfig, send: Send, picked: PickBuffers
@@ -156,7 +131,7 @@ class EagerSteps:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
         self.replays = 0
         self.forks = torch.zeros((3, 0), dtype=torch.int64, device=model.device)
-        self._sent: _Sent | None = None
+        # `ForwardBatch.starts` of one token per request.
         self._starts_cpu = torch.arange(picked.packet.shape[2] + 1, dtype=torch.int32)
         self._starts = self._starts_cpu.to(model.device)
 
@@ -169,62 +144,40 @@ class EagerSteps:
     last_widths = widths
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
-        feed, count = plan.feed, plan.count
-        tokens, starts, rows, lengths, table, places, self.forks = self._send(
+        feed, count, self._plan = plan.feed, plan.count, plan
+        tokens, starts, rows, self._lengths, self._table, self._places, self.forks = self._send(
             *(real_tokens(feed.tokens, self._rules), feed.starts, feed.rows),
             *(plan.lengths, plan.table, plan.places, plan.forks),
         )
-        self._sent = _Sent(
-            plan=plan,
-            lengths=lengths,
-            lengths_cpu=torch.from_numpy(plan.lengths),
-            places=places,
-            table=table,
-            starts=self._starts[: len(table) + 1],
-            starts_cpu=self._starts_cpu[: len(table) + 1],
-            longest=plan.lengths.max(1).tolist(),
-        )
-        sent = (tokens, starts, lengths[0, :count], table[:count], rows)
+        sent = (tokens, starts, self._lengths[0, :count], self._table[:count], rows)
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0, :count]))
         logits = self._rules.only_real(logits)
         self.picked.best(logits[:count], 0)
         return CaughtUp(logits[:count], logits[count:] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
-        sent = self._sent
-        assert sent is not None
-        count = sent.plan.active[number]
+        count, lengths = self._plan.active[number], self._plan.lengths[number]
         batch = ForwardBatch(
             ids=self.picked.ids(number - 1, count),
-            positions=sent.places[number, 0, :count],
-            slots=sent.places[number, 1, :count],
-            starts=sent.starts[: count + 1],
-            starts_cpu=sent.starts_cpu[: count + 1],
-            lengths=sent.lengths[number, :count],
-            lengths_cpu=sent.lengths_cpu[number, :count],
-            table=sent.table[:count],
+            positions=self._places[number, 0, :count],
+            slots=self._places[number, 1, :count],
+            starts=self._starts[: count + 1],
+            starts_cpu=self._starts_cpu[: count + 1],
+            lengths=self._lengths[number, :count],
+            lengths_cpu=torch.from_numpy(lengths[:count]),
+            table=self._table[:count],
             max_query=1,
-            max_length=sent.longest[number],
+            max_length=int(lengths.max()),
         )
         logits = self._rules.only_real(self._model.forward(batch))
         self.picked.best(logits, number)
         return logits
 
     def moved(self) -> None:
-        assert self._sent is not None
-        plan = self._sent.plan
-        lengths, places = self._send(plan.lengths, plan.places)
-        self._sent = self._sent._replace(lengths=lengths, places=places)
+        self._lengths, self._places = self._send(self._plan.lengths, self._plan.places)
 
     def again(self) -> None:
         pass
-
-
-class Part(NamedTuple):
-    """One forward that reads `width` tokens of each context, from the end of its KV."""
-
-    width: int
-    texts: Sequence[int]
 
 
 def parts(
@@ -232,7 +185,7 @@ def parts(
     contexts: Sequence[int],
     widths: Callable[[int], Sequence[int]],
     last_widths: Callable[[int], Sequence[int]],
-) -> list[Part]:
+) -> list[tuple[int, list[int]]]:
     """Plan the forwards that precede the catch-up forward of a round.
 
     Args:
@@ -242,18 +195,19 @@ def parts(
         last_widths: The same for the forward that follows.
 
     Returns:
-        Parts in order. After them each context has at least one token left, and no more than the
+        For each forward, the tokens to read of each context behind its KV, and the indices of the
+            contexts. After them each context has at least one token left, and no more than the
             widest graph for all contexts. Empty if no parts are necessary, or if too many would be.
     """
     left, shortest = list(pending), min(contexts)
     last = max((width for width in last_widths(len(left)) if width <= shortest), default=0)
-    found: list[Part] = []
+    found: list[tuple[int, list[int]]] = []
     while last and (long := [index for index, count in enumerate(left) if count > last]):
         fewest = min(left[index] for index in long)
         width = max((width for width in widths(len(long)) if width < fewest), default=0)
         if not width or len(found) == _MOST_PARTS:
             return []
-        found.append(Part(width, long))
+        found.append((width, long))
         for index in long:
             left[index] -= width
     return found

@@ -40,19 +40,6 @@ _FEW = 2
 _SELDOM, _ROUNDS = 0.01, 16
 
 
-class Candidates(NamedTuple):
-    """Candidates for the first tokens of n requests, in transfer to the host.
-
-    Attributes:
-        fetched: int32 [n, c] next ids, best first. With `CaughtUp.last`, then the 32 best ids at
-            the position of the last token, and the bits of their float32 logits.
-        num_next: c.
-    """
-
-    fetched: Fetched
-    num_next: int
-
-
 # Chooses the first token of a draft from the likeliest next ids, and from the likeliest ids at the
 # position of the last token. The latter are empty if unknown.
 Choose = Callable[[Sequence[int], Sequence[int]], FirstToken]
@@ -87,12 +74,13 @@ class TokenHealing(RoundExtension):
         self._drafter, self._bridge = drafter, bridge
         requests = drafter.steps.picked.packet.shape[2]
         self._receiver = Receiver(drafter.model.device, requests * _CANDIDATE_BYTES)
+        self._num_next = min(_NEXT, drafter.rules.vocab_size)
         self._share, self._seen = _SHARE, _SEEN_FIRST
         self._skipped = 0  # consecutive rounds without a check
         self.shortened_drafts = 0
         # Of the present round.
         self.choosers: dict[str, Choose] = {}
-        self._candidates: Candidates | None = None
+        self._candidates: Fetched | None = None  # see `fetch`
         self._early: dict[int, HealedStart] | None = None  # chosen before sampling
         self._known: dict[int, int] = {}  # leading bytes by row, for tokens that replaced another
         self._cut: dict[int, HealedStart] = {}  # drafts of this token only
@@ -136,7 +124,7 @@ class TokenHealing(RoundExtension):
         if others is None:
             with drafter.stopwatch:
                 self._candidates = self.fetch(behind, active)
-            often = self.heals_often(active)
+            often = 1 - (1 - self._share) ** active > _OFTEN
             if drafter.waits and not current.own and not (often and drafter.may_wait):
                 return often  # `restarts` checks them
             others = self._others(current)
@@ -177,29 +165,27 @@ class TokenHealing(RoundExtension):
         self._skipped = self._skipped + 1 if seldom else 0
         return not seldom
 
-    def heals_often(self, requests: int) -> bool:
-        """Return True if a round of this many requests often has a replaced first token."""
-        return 1 - (1 - self._share) ** requests > _OFTEN
+    def fetch(self, behind: CaughtUp, requests: int) -> Fetched:
+        """Start the copy of the first `requests` rows' candidates to the host, as int32 [n, c].
 
-    def fetch(self, behind: CaughtUp, requests: int) -> Candidates:
-        """Start the copy of the first `requests` rows' candidates to the host."""
-        size = behind.logits.shape[1]
-        count = min(_NEXT, size)
-        parts = [behind.logits[:requests].topk(count, -1).indices.int()]
+        First the next ids, best first. With `CaughtUp.last`, then the 32 best ids at the position
+        of the last token, and the bits of their float32 logits.
+        """
+        parts = [behind.logits[:requests].topk(self._num_next, -1).indices.int()]
         if behind.last is not None:
-            best = behind.last[:requests].topk(min(_LAST, size), -1)
+            last = behind.last[:requests]
+            best = last.topk(min(_LAST, last.shape[1]), -1)
             parts += [best.indices.int(), best.values.float().view(torch.int32)]
-        return Candidates(self._receiver.fetch(torch.cat(parts, 1)), count)
+        return self._receiver.fetch(torch.cat(parts, 1))
 
     def choose(
-        self, rows: Sequence[DraftRow], candidates: Candidates, *, drawn: bool = False
+        self, rows: Sequence[DraftRow], candidates: Fetched, *, drawn: bool = False
     ) -> dict[int, HealedStart]:
         """Return the replaced first tokens by row. Waits for the copy of the candidates.
 
         If `drawn`, sampled drafts may replace the last token as well.
         """
-        fetched = candidates.fetched.wait()
-        start = candidates.num_next
+        fetched, start = candidates.wait(), self._num_next
         values = (fetched.shape[1] + start) // 2  # start of the logits
         found, judged = {}, 0
         for index, (row, ids) in enumerate(zip(rows, fetched[:, :values].tolist(), strict=False)):
