@@ -16,7 +16,6 @@ from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
-from vllm_hetero_spec.engine.seam.lora_rows_v2 import map_adapters_by_row
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import DeviceClock, Runner
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
@@ -272,8 +271,21 @@ class RunnerV2(Runner):
         self._runner.draft_tokens_handler = handler
 
     def map_adapters_by_row(self) -> None:
-        """Apply each request's LoRA adapter to all rows of its logits."""
-        map_adapters_by_row(self._runner.lora_state, lambda: self._output)
+        """Apply each request's LoRA adapter to all rows of its logits.
+
+        vLLM lists one adapter per request, which is wrong for requests with drafts.
+        """
+        state = self._runner.lora_state
+        by_request = state.make_lora_inputs
+
+        def make_lora_inputs(req_ids: Sequence[str], *args: Any) -> tuple[Any, ...]:
+            assert self._output is not None, "no step has begun"
+            adapters, *rest = by_request(req_ids, *args)
+            drafts = self._output.scheduled_spec_decode_tokens
+            rows = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+            return (tuple(np.repeat(adapters, rows)), *rest)
+
+        state.make_lora_inputs = make_lora_inputs
 
     def _params_of(self, req_id: str) -> RequestParams:
         params = self._params.get(req_id)
