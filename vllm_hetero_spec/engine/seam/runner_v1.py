@@ -11,10 +11,9 @@ import torch
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
-from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import Runner
-from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView, media_of
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
