@@ -46,7 +46,7 @@ def _wrap_create(original: patching.Function) -> patching.Function:
         target_parallel_config: "ParallelConfig",
     ) -> "SpeculativeConfig | None":
         user = _merged(self)
-        if user is None or not wants_us(user, _vllm_methods()):
+        if not user or not wants_us(user, _vllm_methods()):
             return original(self, target_model_config, target_parallel_config)
         config = _build(user, target_model_config, target_parallel_config)
         if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
@@ -115,7 +115,7 @@ def _wrap_vocab_size(original: patching.Function) -> patching.Function:
     return verify_equal_vocab_size_if_draft_model
 
 
-def _merged(args: "EngineArgs") -> dict[str, Any] | None:
+def _merged(args: "EngineArgs") -> dict[str, Any]:
     """Merge the `--spec-*` flags into `--speculative-config`, as vLLM does."""
     user = dict(args.speculative_config or {})
     for attribute, (flag, key) in _FLAGS.items():
@@ -125,16 +125,13 @@ def _merged(args: "EngineArgs") -> dict[str, Any] | None:
         if key in user:
             raise ConfigError(f"{flag} and {key!r} in --speculative-config exclude each other.")
         user[key] = value
-    return user or None
+    return user
 
 
 def _vllm_methods() -> tuple[str, ...]:
     from vllm.config import speculative
 
-    def leaves(literal: object) -> list[str]:
-        return [x for a in get_args(literal) for x in ([a] if isinstance(a, str) else leaves(a))]
-
-    return tuple(leaves(getattr(speculative, "SpeculativeMethod", None)))
+    return get_args(getattr(speculative, "SpeculativeMethod", None))  # Literals in it are flat
 
 
 def _build(
