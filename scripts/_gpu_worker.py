@@ -38,12 +38,13 @@ class GpuWorker:
             sampler.synthetic_conditional_rates = given
         if proposer is None:
             return
+        control = proposer.drafting.control
         if "_verify" not in vars(sampler):
             impose(sampler)
-            self.gpu_controller = proposer.controller
+            self.gpu_controller = control.controller
         from vllm_hetero_spec.lookahead.controllers import Fixed
 
-        proposer.controller = Fixed(lookahead) if lookahead else self.gpu_controller
+        control.controller = Fixed(lookahead) if lookahead else self.gpu_controller
 
     def gpu_forwards(self, batches: list[int], contexts: list[int]) -> dict[str, float]:
         """Return milliseconds of the drafter's steps, and of replays of its CUDA graphs.

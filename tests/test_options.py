@@ -47,7 +47,6 @@ def test_spellings_mean_the_same(user: dict) -> None:
 @pytest.mark.parametrize(
     "user",
     [
-        None,
         {},
         {"method": "ngram", "num_speculative_tokens": 3},
         {"model": "D", "num_speculative_tokens": 3},
@@ -55,7 +54,7 @@ def test_spellings_mean_the_same(user: dict) -> None:
         {"method": "no-such-thing-at-all"},
     ],
 )
-def test_other_configurations_are_left_alone(user: dict | None) -> None:
+def test_other_configurations_are_left_alone(user: dict) -> None:
     assert not wants_us(user, ("ngram", "draft_model", "eagle"))
 
 

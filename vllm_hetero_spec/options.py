@@ -232,13 +232,13 @@ _MOVED: dict[str, tuple[str, ...]] = {
 }
 
 
-def wants_us(user: Mapping[str, Any] | None, vllm_methods: tuple[str, ...] = ()) -> bool:
+def wants_us(user: Mapping[str, Any], vllm_methods: tuple[str, ...] = ()) -> bool:
     """Return True if a speculative configuration selects one of our methods.
 
     Raises:
         ConfigError: The method is unknown to vLLM and to us, and ours is the most similar name.
     """
-    given = {str(key).replace("-", "_"): value for key, value in (user or {}).items()}
+    given = {str(key).replace("-", "_"): value for key, value in user.items()}
     method = given.get("method")
     if method in METHODS or given.get("heterogeneous_vocab_method") in METHODS:
         return True  # `parse` refuses the latter

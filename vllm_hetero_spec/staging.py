@@ -150,7 +150,8 @@ class _Buffer:
     def there(self, dtype: np.dtype) -> torch.Tensor:
         """All bytes on the device, as a tensor of this dtype."""
         if dtype not in self._typed:
-            self._typed[dtype] = self._there.view(_TORCH[dtype])
+            of_torch = torch.from_numpy(np.empty(0, dtype)).dtype
+            self._typed[dtype] = self._there.view(of_torch)
         return self._typed[dtype]
 
 
@@ -205,7 +206,7 @@ class Mark:
 
     def __init__(self, device: torch.device) -> None:
         self._now = time.perf_counter()
-        self._event = None if device.type == "cpu" else _event()
+        self._event = None if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
         if self._event is not None:
             self._event.record()
 
@@ -221,46 +222,29 @@ class Mark:
 class Stopwatch:
     """Adds up the duration of work where it runs: `with stopwatch:` around the code that queues it.
 
-    On a device it records events and reads them without waiting, so work that has not ended is
-    added later. It cannot be nested.
+    It never waits, so work of a device that has not ended is added later. It cannot be nested.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_host = device.type == "cpu"
-        self._began = self._seconds = 0.0
-        self._running: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._device = device
+        self._began: Mark | None = None
+        self._running: list[tuple[Mark, Mark]] = []
+        self._seconds = 0.0
 
     def __enter__(self) -> None:
-        if self._on_host:
-            self._began = time.perf_counter()
-        else:
-            self._running.append((_event(), _event()))
-            self._running[-1][0].record()
+        self._began = Mark(self._device)
 
     def __exit__(self, *error: object) -> None:
-        if self._on_host:
-            self._seconds += time.perf_counter() - self._began
-        else:
-            self._running[-1][1].record()
+        assert self._began is not None
+        self._running.append((self._began, Mark(self._device)))
 
     @property
     def seconds(self) -> float:
         """Duration of all work that has ended."""
-        while self._running and self._running[0][1].query():
-            first, last = self._running.pop(0)
-            self._seconds += first.elapsed_time(last) / 1e3
+        while self._running:
+            first, last = self._running[0]
+            if (took := last.since(first)) is None:
+                break
+            self._seconds += took
+            del self._running[0]
         return self._seconds
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-_TORCH = {
-    np.dtype(np.bool_): torch.bool,
-    np.dtype(np.uint8): torch.uint8,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-}

@@ -185,7 +185,7 @@ def test_at_rest_nothing_of_ours_waits(
         alone = [of.outputs[0].token_ids for of in llm.generate(prompts, params, use_tqdm=False)]
     with engine(demo_pair / "target", spec, **room) as llm:
         proposer, views, hurries = proposer_of(llm), list[Any](), list[bool]()
-        proposer.controller = Fixed(0)
+        proposer.drafting.control.controller = Fixed(0)
         llm.generate(prompts[:2], params[0], use_tqdm=False)  # the scheduler gets length 0
         look_back = proposer.look_back
 
@@ -222,7 +222,7 @@ def test_at_rest_nothing_of_ours_waits(
             return after_step(lambda: drafted.append(view()) or drafted[-1], num_requests)
 
         monkeypatch.setattr(proposer, "after_step", kept)
-        proposer.controller, wanted = Fixed(3), read_stats(llm)["steps"]
+        proposer.drafting.control.controller, wanted = Fixed(3), read_stats(llm)["steps"]
         while read_stats(llm)["drafts"] == drafts:
             driver.step()
         waited = read_stats(llm)["steps"] - wanted

@@ -44,7 +44,7 @@ def looked_at(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[s
     """The requests of each step that was read. The time limit for unread steps is off."""
     proposer = proposer_of(llm)
     seen: list[list[str]] = []
-    after_step, controller = proposer.after_step, proposer.controller
+    after_step, controller = proposer.after_step, proposer.drafting.control.controller
 
     def look(view: Any, num_requests: int) -> Any:
         step = view()
@@ -54,7 +54,7 @@ def looked_at(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[s
     monkeypatch.setattr(proposer, "after_step", look)
     monkeypatch.setattr(drafting_rank, "_UNSEEN", float("inf"))
     yield seen
-    proposer.controller = controller
+    proposer.drafting.control.controller = controller
 
 
 def steps_of(llm: Any) -> int:
@@ -68,7 +68,7 @@ def test_a_drafter_at_rest_is_hardly_asked(
 ) -> None:
     """Every step is counted. When the controller drafts again, every step is read."""
     proposer = proposer_of(llm)
-    proposer.controller = Fixed(0)
+    proposer.drafting.control.controller = Fixed(0)
     before = read_stats(llm)
     assert generate(llm, texts, greedy()) == alone
     after = read_stats(llm)
@@ -78,7 +78,7 @@ def test_a_drafter_at_rest_is_hardly_asked(
     assert after["drafts"] == before["drafts"]
     left_alone = [stats["skipped"].get("not_worth_it", 0) for stats in (before, after)]
     assert left_alone[1] - left_alone[0] >= 0.9 * sum(map(len, alone.values())) - len(texts)
-    proposer.controller = Fixed(4)
+    proposer.drafting.control.controller = Fixed(4)
     looked_at.clear()
     assert generate(llm, texts, greedy()) == alone
     assert len(looked_at) == steps_of(llm) - after["steps"]
@@ -94,7 +94,7 @@ def test_a_drafter_at_rest_sees_who_comes(
 
     Until it ends, every step is read.
     """
-    proposer_of(llm).controller = Fixed(0)
+    proposer_of(llm).drafting.control.controller = Fixed(0)
     driver, found, steps = llm.llm_engine, dict[str, list[int]](), 0
     driver.add_request("0", texts[0], greedy(max_tokens=200, ignore_eos=True))
     count = 0
@@ -125,9 +125,9 @@ def test_requests_come_and_go_while_the_drafter_rests(
     No state of ended requests is kept.
     """
     proposer = proposer_of(llm)
-    proposer.controller = Fixed(4)
+    proposer.drafting.control.controller = Fixed(4)
     drafted = joining_and_aborting(llm, code_prompts)
-    proposer.controller = Fixed(0)
+    proposer.drafting.control.controller = Fixed(0)
     looked_at.clear()
     before = steps_of(llm)
     assert joining_and_aborting(llm, code_prompts) == drafted
@@ -144,7 +144,7 @@ def test_a_slow_step_is_looked_at(
     llm: Any, looked_at: list[list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafting_rank, "_UNSEEN", 0.0)
-    proposer_of(llm).controller = Fixed(0)
+    proposer_of(llm).drafting.control.controller = Fixed(0)
     before = steps_of(llm)
     generate(llm, texts[:1], greedy(max_tokens=40, ignore_eos=True))
     assert len(looked_at) == steps_of(llm) - before

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hetero_spec.engine.seam import pipeline
+from vllm_hetero_spec.engine.seam.frontend import check_stages
 from vllm_hetero_spec.errors import ConfigError
 
 
@@ -27,13 +27,13 @@ def config_of(stages: int, *, v2: bool, ahead: bool) -> Any:
     ],
 )
 def test_stages_that_cannot_be_served_are_refused(v2: bool, ahead: bool, words: list[str]) -> None:
-    pipeline.check(config_of(1, v2=v2, ahead=ahead))
+    check_stages(config_of(1, v2=v2, ahead=ahead))
     with pytest.raises(ConfigError) as refused:
-        pipeline.check(config_of(2, v2=v2, ahead=ahead))
+        check_stages(config_of(2, v2=v2, ahead=ahead))
     message = str(refused.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
 
 
 def test_stages_on_model_runner_v2_with_asynchronous_scheduling_are_served() -> None:
-    pipeline.check(config_of(2, v2=True, ahead=True))
+    check_stages(config_of(2, v2=True, ahead=True))

@@ -89,9 +89,9 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # The other files are parts of runner_v2, write drafts into the batch, or give attention a batch
-    # other than the scheduler's.
-    files = ("runner_v1", "runner_v2", "sampled_step", "lora_rows_v2", "draft_inputs_v2")
+    # `runner` has what both share. Others are parts of runner_v2, write drafts into the batch, or
+    # give attention a batch other than the scheduler's.
+    files = ("runner", "runner_v1", "runner_v2", "sampled_step", "draft_inputs_v2")
     attention = {f"engine/trees/{file}.py" for file in ("attention_v1", "attention_v2")}
     assert readers == {f"engine/seam/{file}.py" for file in files} | attention
 

@@ -140,7 +140,7 @@ def main() -> None:
         recorder = Recorder(proposer.drafting.control)
         for temperature in (0, 1):
             for name, prompts in sets if not arguments.costs else ():
-                proposer.controller = Cycle(LONGEST)
+                proposer.drafting.control.controller = Cycle(LONGEST)
                 recorder.clear()
                 for first in range(0, len(prompts), _TOGETHER):
                     sampling = SamplingParams(
@@ -154,7 +154,7 @@ def main() -> None:
             for batch in _BATCHES:
                 cycles = 1 if batch >= 16 else _CYCLES
                 lengths = [length for length in range(LONGEST + 1) for _ in range(cycles)]
-                proposer.controller = Cycle(*lengths)
+                proposer.drafting.control.controller = Cycle(*lengths)
                 sampling = SamplingParams(
                     temperature=temperature, max_tokens=2 * len(lengths), ignore_eos=True
                 )

@@ -26,7 +26,6 @@ from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.install import Verifier
-from vllm_hetero_spec.lookahead.controllers import Controller
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -47,6 +46,7 @@ class HeteroProposer(Proposer):
         self.vllm_config = vllm_config
         self.options = spec.hetero
         self.stats = DraftStats()
+        self.drafting: DraftingRank | None = None  # set by `load_model` if this rank drafts
         self._drafter_config = spec.drafter_model_config
         self._growth = Growth()
         self._step: StepView | None = None  # between `after_step` and `finish`
@@ -54,7 +54,6 @@ class HeteroProposer(Proposer):
         self._beginning = 0.0  # seconds of the last `after_step`
         self._seam: Runner | None = None  # set by `bind`, like the verifier
         self._verifier: Verifier | None = None
-        self._drafting: DraftingRank | None = None  # set by `load_model` if this rank drafts
         self._first_rank = self._alone = True  # in the tensor parallel group
         self._looks = Looks()
         self.warm = False  # set by `calibrate`
@@ -63,21 +62,6 @@ class HeteroProposer(Proposer):
     def seam(self) -> Runner:
         assert self._seam is not None, "not bound to a model runner yet"
         return self._seam
-
-    @property
-    def drafting(self) -> DraftingRank | None:
-        """The drafter; None on ranks that do not draft."""
-        return self._drafting
-
-    @property
-    def controller(self) -> Controller | None:
-        """Chooses draft lengths; may be replaced between steps. None on ranks that do not draft."""
-        return None if self._drafting is None else self._drafting.control.controller
-
-    @controller.setter
-    def controller(self, controller: Controller) -> None:
-        assert self._drafting is not None, "this rank does not draft"
-        self._drafting.control.controller = controller
 
     def bind(self, seam: Runner) -> None:
         self._seam = seam
@@ -97,7 +81,7 @@ class HeteroProposer(Proposer):
             self._verifier.share_among(group, likeliest)
         if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
             with kept_in_sleep(self.vllm_config), faults_named(self._drafter_config):
-                self._drafting = DraftingRank(
+                self.drafting = DraftingRank(
                     self.vllm_config,
                     self._drafter_config,
                     self.options,
@@ -108,7 +92,7 @@ class HeteroProposer(Proposer):
                 )
 
     def record(self) -> int:
-        return 0 if self._drafting is None else self._drafting.source.record()
+        return 0 if self.drafting is None else self.drafting.source.record()
 
     def calibrate(self) -> None:
         """Time target and drafter if the controller needs it. Every rank takes part."""
@@ -120,12 +104,12 @@ class HeteroProposer(Proposer):
             return
         file = pair_file(self.seam, self.vllm_config, self.options)
         try:
-            known = known_of_pair(file, self.seam, self._drafting, self.vllm_config, self.options)
+            known = known_of_pair(file, self.seam, self.drafting, self.vllm_config, self.options)
         except Exception as error:  # live timings will replace the estimates
             logger.warning("Target and drafter could not be timed at start-up: %s", error)
             return
-        if known is not None and self._drafting is not None:
-            self._drafting.start_control(known, file)
+        if known is not None and self.drafting is not None:
+            self.drafting.start_control(known, file)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry, without request ids. Reached only if the runner hook is missing."""
@@ -138,8 +122,8 @@ class HeteroProposer(Proposer):
         self._drafts = [[] for _ in range(num_requests)]
         try:
             self._step = view()
-            if self._drafting is not None:
-                self._drafting.begin(self._step)
+            if self.drafting is not None:
+                self.drafting.begin(self._step)
         except Exception as error:
             self._failed(error)
         self._beginning = time.perf_counter() - began
@@ -149,7 +133,7 @@ class HeteroProposer(Proposer):
         if without_drafts:
             passes = True
         elif without_drafts is None:
-            rests = self._alone and self._drafting is not None and self._drafting.is_idle
+            rests = self._alone and self.drafting is not None and self.drafting.is_idle
             passes = self._looks.passes(rests, num_requests) and not begun
         else:
             passes = self._looks.passes(False, num_requests)
@@ -157,17 +141,17 @@ class HeteroProposer(Proposer):
             return False
         if self._step is not None:  # the drafts of the step before were not taken
             self.finish()
-        if self._drafting is not None:
-            self._drafting.count_skipped_step(num_requests)
+        if self.drafting is not None:
+            self.drafting.count_skipped_step(num_requests)
         return True
 
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
         """Reads only few of the skipped steps if the device may be idle (`hurried`)."""
-        if self._drafting is None or (hurried and self._looks.passes(True, num_requests)):
+        if self.drafting is None or (hurried and self._looks.passes(True, num_requests)):
             return
         began = time.perf_counter()
         try:
-            self._drafting.look_back(view())
+            self.drafting.look_back(view())
         except Exception as error:
             self._failed(error)
         self.stats.propose_seconds += time.perf_counter() - began
@@ -195,7 +179,7 @@ class HeteroProposer(Proposer):
     def propose_batch(self, step: StepView) -> list[list[int]]:
         """Return the drafts of the current step: target tokens, one list for each request."""
         assert self._verifier is not None
-        drafts = [] if self._drafting is None else self._drafting.finish()
+        drafts = [] if self.drafting is None else self.drafting.finish()
         self.seam.expect_trees(drafts)  # a collective, so before what may fail on one rank
         self._verifier.expect(step, drafts)
         return step.in_order(drafts)
@@ -209,34 +193,34 @@ class HeteroProposer(Proposer):
         """Zeros on other ranks than the first one, which count the same drafts."""
         if not self._first_rank:
             return DraftStats()
-        if self._drafting is not None:
-            self._drafting.show()
+        if self.drafting is not None:
+            self.drafting.show()
         return self.stats
 
     def report(self) -> dict[str, Any]:
         return self._growth.take(self.snapshot())
 
     def attach_to_output(self, output: object) -> None:
-        if self._drafting is not None:
-            self.seam.attach_to_output(output, self._drafting.control.requested_length)
+        if self.drafting is not None:
+            self.seam.attach_to_output(output, self.drafting.control.requested_length)
 
     def sleep(self, level: int) -> None:
         """vLLM frees the memory of this process, and the source that of other processes."""
-        if self._drafting is not None:
-            self._drafting.reset()
-            self._drafting.source.sleep(level)
+        if self.drafting is not None:
+            self.drafting.reset()
+            self.drafting.source.sleep(level)
 
     def wake(self) -> None:
-        if self._drafting is not None:
-            self._drafting.source.wake()
+        if self.drafting is not None:
+            self.drafting.source.wake()
 
     def close(self) -> None:
         """Free the drafter and its memory. The counters remain."""
-        if self._drafting is not None:
-            self._drafting.show()
-            self._drafting.source.close()
-        self._drafting = self._step = None
+        if self.drafting is not None:
+            self.drafting.show()
+            self.drafting.source.close()
+        self.drafting = self._step = None
 
     def reset(self) -> None:
-        if self._drafting is not None:
-            self._drafting.reset()
+        if self.drafting is not None:
+            self.drafting.reset()

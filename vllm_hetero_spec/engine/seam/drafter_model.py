@@ -93,10 +93,8 @@ def _first_read(
 
 
 def _read(options: HeteroOptions, target: ModelConfig, runner: str, dtype: Any) -> ModelConfig:
-    trust, revision = (
-        options.trust_remote_code,
-        options.debug.tokenizer_revision or options.revision,
-    )
+    trust, revision = options.trust_remote_code, options.debug.tokenizer_revision
+    revision = revision or options.revision
     return ModelConfig(
         model=_here(options.model, options.revision),
         tokenizer=_here(options.tokenizer or options.model, revision),
@@ -175,7 +173,7 @@ def _check_drafts(config: ModelConfig, name: str) -> None:
             f"{what} is {kind}, which does not "
             "generate text left to right; a drafter must be a decoder-only causal language model."
         )
-    if _needs_hidden_states(config):
+    if any(name in _SPECULATIVE_DECODING_MODELS for name in config.architectures):  # as EAGLE, MTP
         raise ConfigError(
             f"{what} is {kind}, which reads the hidden states of one target and no text; give a "
             "causal language model, or a parallel drafter (PARD), or use vLLM's own method for it."
@@ -185,11 +183,6 @@ def _check_drafts(config: ModelConfig, name: str) -> None:
             f"{what} is {kind}, which keeps a recurrent state, and rejected drafts would stay in "
             "it; supported: attention in all layers, full, or some of them with a sliding window."
         )
-
-
-def _needs_hidden_states(config: ModelConfig) -> bool:
-    """Return True for EAGLE, MTP, DFlash and similar models."""
-    return any(name in _SPECULATIVE_DECODING_MODELS for name in config.architectures)
 
 
 def parallel_mask(config: ModelConfig, options: HeteroOptions) -> int | None:

@@ -46,7 +46,7 @@ def _wrap_create(original: patching.Function) -> patching.Function:
         target_parallel_config: "ParallelConfig",
     ) -> "SpeculativeConfig | None":
         user = _merged(self)
-        if user is None or not wants_us(user, _vllm_methods()):
+        if not user or not wants_us(user, _vllm_methods()):
             return original(self, target_model_config, target_parallel_config)
         config = _build(user, target_model_config, target_parallel_config)
         if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
@@ -61,12 +61,34 @@ def _wrap_engine_config(original: patching.Function) -> patching.Function:
     def create_engine_config(self: "EngineArgs", *args: Any, **kwargs: Any) -> "VllmConfig":
         config: VllmConfig = original(self, *args, **kwargs)
         if hasattr(config.speculative_config, "hetero"):
-            from vllm_hetero_spec.engine.seam import pipeline
-
-            pipeline.check(config)  # needs the choice of the model runner
+            check_stages(config)  # needs the choice of the model runner
         return config
 
     return create_engine_config
+
+
+def check_stages(config: "VllmConfig") -> None:
+    """Raise ConfigError for pipeline stages that are not supported.
+
+    Model Runner V1 schedules drafts before it has sampled the token in front of them, so its output
+    would be wrong. Model Runner V2 sends sampled tokens and drafts between stages, but only with
+    asynchronous scheduling. The drafter runs on the last stage.
+    """
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return
+    if not config.use_v2_model_runner:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} is not supported on Model Runner V1; use tensor "
+            "parallelism, or Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1) with asynchronous "
+            "scheduling."
+        )
+    if not config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} on Model Runner V2 needs asynchronous "
+            "scheduling, and steps are scheduled one after the other, for which the log gives "
+            "the reason; remove that, or use tensor parallelism."
+        )
 
 
 def _wrap_cli(original: patching.Function) -> patching.Function:
@@ -93,7 +115,7 @@ def _wrap_vocab_size(original: patching.Function) -> patching.Function:
     return verify_equal_vocab_size_if_draft_model
 
 
-def _merged(args: "EngineArgs") -> dict[str, Any] | None:
+def _merged(args: "EngineArgs") -> dict[str, Any]:
     """Merge the `--spec-*` flags into `--speculative-config`, as vLLM does."""
     user = dict(args.speculative_config or {})
     for attribute, (flag, key) in _FLAGS.items():
@@ -103,16 +125,13 @@ def _merged(args: "EngineArgs") -> dict[str, Any] | None:
         if key in user:
             raise ConfigError(f"{flag} and {key!r} in --speculative-config exclude each other.")
         user[key] = value
-    return user or None
+    return user
 
 
 def _vllm_methods() -> tuple[str, ...]:
     from vllm.config import speculative
 
-    def leaves(literal: object) -> list[str]:
-        return [x for a in get_args(literal) for x in ([a] if isinstance(a, str) else leaves(a))]
-
-    return tuple(leaves(getattr(speculative, "SpeculativeMethod", None)))
+    return get_args(getattr(speculative, "SpeculativeMethod", None))  # Literals in it are flat
 
 
 def _build(

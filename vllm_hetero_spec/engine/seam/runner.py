@@ -1,45 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a worker's model runner to the rest of the engine.
+"""Interface of a worker's model runner to the rest of the engine, and clocks of its steps.
 
-`runner_v1` and `runner_v2` implement it. Each also has functions for its own hooks, which build a
+`runner_v1` and `runner_v2` complete it. Each also has functions for its own hooks, which build a
 `StepView` and take drafts.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.seam.request_params import RequestParams
+from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Mark
 
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
 
-class Runner(Protocol):
-    """Model runner for which drafts are made."""
+
+class Runner(ABC):
+    """Model runner for which drafts are made.
+
+    Attributes:
+        trees: Draft trees; None if drafts are chains.
+    """
+
+    def __init__(self, runner: Any, trees: TreeAdapter | None) -> None:
+        self._runner = runner
+        self.trees = trees
+        self._clock = StepClock()
+        self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
 
     @property
     def device(self) -> torch.device:
         """Device of the target."""
+        return torch.device(self._runner.device)
 
     @property
     def max_num_tokens(self) -> int:
         """Maximum number of tokens that the target computes in a step."""
+        return int(self._runner.max_num_tokens)
 
+    @abstractmethod
     def on_drafts_taken(self) -> None:
         """Note that vLLM has the step's drafts and that the target's next step begins."""
 
-    def expect_trees(self, drafts: Sequence[Draft]) -> None:
-        """Note the draft trees among a step's drafts. Every rank has to call this."""
-
-    def check_trees(self) -> None:
-        """Disable draft trees if a rank does not support them. Every rank has to call this."""
-
+    @abstractmethod
     def attach_to_output(self, output: object, lookahead: int) -> None:
         """Attach `lookahead`, the draft length of the next scheduled steps, to a step's output."""
 
+    @abstractmethod
+    def _params_of(self, req_id: str) -> RequestParams:
+        """Return the parameters of a live request."""
+
+    def untimed(self) -> None:
+        """Discard the start times, because the present step has no view or follows a pause."""
+        self._clock = StepClock()
+
+    def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        """Note the draft trees among a step's drafts. Every rank has to call this."""
+        if self.trees is not None:
+            self.trees.expect(drafts, lambda req_id: bool(self._params_of(req_id).keeps_chain))
+
+    def check_trees(self) -> None:
+        """Disable draft trees if a rank does not support them. Every rank has to call this."""
+        if self.trees is not None and not self.trees.agree():
+            self.trees = None
+
+    def replace_rejection_sampler(
+        self, make: "Callable[[Any, SpeculativeConfig, torch.device], Any]"
+    ) -> None:
+        """Replace the rejection sampler by `make(sampler, speculative_config, device)`."""
+        runner = self._runner
+        runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
+
+    @torch.inference_mode()
     def target_forward(self, rows: int) -> None:
         """Run the target and its head once over `rows` dummy tokens."""
+        hidden, _ = self._runner._dummy_run(rows)
+        self._runner.model.compute_logits(hidden[:rows])
 
 
 class StepTimes(NamedTuple):

@@ -11,49 +11,32 @@ import torch
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
-from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
-from vllm_hetero_spec.engine.seam.runner import StepClock
-from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView
+from vllm_hetero_spec.engine.seam.runner import Runner
+from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView, media_of
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.config import SpeculativeConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
-class RunnerV1:
-    """`Runner` with Model Runner V1. `trees` is None if drafts are chains."""
+class RunnerV1(Runner):
+    """`Runner` with Model Runner V1."""
 
     def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
-        self._runner = runner
+        super().__init__(runner, trees)
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}
-        self._clock = StepClock()
         self._made_seeds = np.random.default_rng(runner.model_config.seed)
-        hetero = runner.speculative_config.hetero
-        self._longest = int(hetero.num_speculative_tokens)
-        self.trees = trees
         self._lengths: dict[str, int] = {}  # tokens by request, in the last view
         # vLLM disables drafts of the whole batch if one request nears this length. Our drafter has
         # a limit for each request instead.
         rows = runner.speculative_config.num_speculative_tokens
         runner.effective_drafter_max_model_len = runner.max_model_len + rows + 1
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._runner.device
-        return device
-
-    @property
-    def max_num_tokens(self) -> int:
-        return int(self._runner.max_num_tokens)
 
     def after_sampling(self, sampled: Sequence[Sequence[int]]) -> None:
         """Let draft trees commit their KV. Must run before another forward."""
@@ -85,7 +68,7 @@ class RunnerV1:
             requests.append(
                 RequestView(
                     req_id,
-                    self._params_of(req_id, state.sampling_params),
+                    self._params_of(req_id),
                     token_ids[index, : lengths[index]],
                     state.num_prompt_tokens,
                     tokens,
@@ -118,27 +101,15 @@ class RunnerV1:
         """Return True if new requests begin in the step."""
         return bool(scheduler_output.scheduled_new_reqs)
 
-    def untimed(self) -> None:
-        """Discard the start times, because the present step has no view."""
-        self._clock = StepClock()
-
     def on_drafts_taken(self) -> None:
         # `PendingDraftProbs` holds our draft_probs, so the runner must not pass on its own.
         self._runner._draft_probs = self._runner._draft_prob_req_ids = None
         self._clock.on_drafts_taken()
 
     def expect_trees(self, drafts: Sequence[Draft]) -> None:
+        super().expect_trees(drafts)
         if self.trees is not None:
-            self.trees.expect(drafts, self._keeps_chain)
             self.trees.on_drafts_taken(None, self._lengths)
-
-    def _keeps_chain(self, req_id: str) -> bool:
-        params = self._params_of(req_id, self._runner.requests[req_id].sampling_params)
-        return bool(params.keeps_chain)
-
-    def check_trees(self) -> None:
-        if self.trees is not None and not self.trees.agree():
-            self.trees = None
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
         """Attach the rows that trees compute twice. V1 has no asynchronous scheduling."""
@@ -148,23 +119,12 @@ class RunnerV1:
     def batch(self) -> BatchView:
         """Return the batch for which tokens are being sampled."""
         states, req_ids = self._runner.requests, list(self._runner.input_batch.req_ids)
-        seen = [states[req_id] for req_id in req_ids]
         return BatchView(
             req_ids=req_ids,
-            noise_seeds=[
-                self._params_of(req_id, state.sampling_params).noise_seed
-                for req_id, state in zip(req_ids, seen, strict=True)
-            ],
-            num_output_tokens=[len(state.output_token_ids) for state in seen],
+            noise_seeds=[self._params_of(req_id).noise_seed for req_id in req_ids],
+            num_output_tokens=[len(states[req_id].output_token_ids) for req_id in req_ids],
             trees=None if self.trees is None else self.trees.view(),
         )
-
-    def replace_rejection_sampler(
-        self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
-    ) -> None:
-        """Replace the rejection sampler of the runner."""
-        runner = self._runner
-        runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
 
     def replace_randomness(self, make: Callable[[str], _Module]) -> _Module:
         """Replace the top-k/top-p sampler by `make(logprobs_mode)`, and return it."""
@@ -172,12 +132,8 @@ class RunnerV1:
         sampler.topk_topp_sampler = made = make(sampler.logprobs_mode)
         return made
 
-    @torch.inference_mode()
-    def target_forward(self, rows: int) -> None:
-        hidden, _ = self._runner._dummy_run(rows)
-        self._runner.model.compute_logits(hidden[:rows])
-
-    def _params_of(self, req_id: str, params: "SamplingParams | None") -> RequestParams:
+    def _params_of(self, req_id: str) -> RequestParams:
+        params = self._runner.requests[req_id].sampling_params
         known = self._params.get(req_id)
         if known is None or known[0] is not params:  # new, or another request with the same id
             seed = None if params is None else params.seed

@@ -12,33 +12,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
-from vllm_hetero_spec.engine.seam.lora_rows_v2 import map_adapters_by_row
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
-from vllm_hetero_spec.engine.seam.runner import DeviceClock, StepClock
+from vllm_hetero_spec.engine.seam.runner import DeviceClock, Runner
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
 from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Receiver
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import BatchReqState, GPUModelRunner
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 _Draw = TypeVar("_Draw", bound="Callable[..., Any]")
 
 
-class RunnerV2:
+class RunnerV2(Runner):
     """`Runner` with Model Runner V2.
 
     Attributes:
@@ -46,11 +41,10 @@ class RunnerV2:
         staged: True if vLLM sends the drafts to other pipeline stages right after `propose`.
         ended: `StepView.ended`.
         inputs: The target's inputs, to which drafts are written.
-        trees: Draft trees; None if drafts are chains.
     """
 
     def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
-        self._runner = runner
+        super().__init__(runner, trees)
         self._new: dict[str, NewRequestData] = {}  # newest data of all live requests
         self._params: dict[str, RequestParams] = {}
         self._preempted: set[str] = set()
@@ -61,22 +55,11 @@ class RunnerV2:
         self.buckets = buckets_of(runner.vllm_config)
         self.staged = bool(runner.use_pp)
         self.ended: Collection[str] = ()
-        self._longest = int(runner.speculative_config.hetero.num_speculative_tokens)
-        self.trees = trees
         self._lengths: dict[str, int] = {}  # tokens by request, in the last view
-        self._clock = StepClock()
         self._device_clock = DeviceClock(runner.device)  # with asynchronous scheduling
         size = 2 * 4 * runner.max_num_reqs
         self._counts = [Receiver(runner.device, size) for _ in range(ON_THEIR_WAY)]
         self.inputs = DraftInputs(runner)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._runner.device)
-
-    @property
-    def max_num_tokens(self) -> int:
-        return int(self._runner.max_num_tokens)
 
     def on_step_start(self, scheduler_output: "SchedulerOutput") -> bool:
         """Begin a step. Return True if new requests begin in it."""
@@ -199,13 +182,8 @@ class RunnerV2:
         return not drafts if self.buckets else None
 
     def untimed(self) -> None:
-        """Discard the start times, because the present step has no view or follows a pause."""
-        self._clock = StepClock()
+        super().untimed()
         self._device_clock.idle()
-
-    def expect_trees(self, drafts: Sequence[Draft]) -> None:
-        if self.trees is not None:
-            self.trees.expect(drafts, lambda req_id: bool(self._params_of(req_id).keeps_chain))
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
         """Attach padding, the next draft length, and the rows that trees compute twice."""
@@ -282,13 +260,6 @@ class RunnerV2:
         prompts: torch.Tensor = self._runner.req_states.prompt_len.gpu[slots]
         return positions + 1 - prompts
 
-    def replace_rejection_sampler(
-        self, make: "Callable[[Sampler, SpeculativeConfig, torch.device], RejectionSampler]"
-    ) -> None:
-        """Replace the rejection sampler of the runner."""
-        runner = self._runner
-        runner.rejection_sampler = make(runner.sampler, runner.speculative_config, runner.device)
-
     def replace_randomness(self, make: "Callable[[SamplingStates], _Draw]") -> _Draw:
         """Replace the sampler's random draw by `make(sampling_states)`, and return it."""
         sampler = self._runner.sampler
@@ -300,17 +271,21 @@ class RunnerV2:
         self._runner.draft_tokens_handler = handler
 
     def map_adapters_by_row(self) -> None:
-        """Apply each request's LoRA adapter to all rows of its logits."""
-        map_adapters_by_row(self._runner.lora_state, lambda: self._output)
+        """Apply each request's LoRA adapter to all rows of its logits.
 
-    def check_trees(self) -> None:
-        if self.trees is not None and not self.trees.agree():
-            self.trees = None
+        vLLM lists one adapter per request, which is wrong for requests with drafts.
+        """
+        state = self._runner.lora_state
+        by_request = state.make_lora_inputs
 
-    @torch.inference_mode()
-    def target_forward(self, rows: int) -> None:
-        hidden, _ = self._runner._dummy_run(rows)
-        self._runner.model.compute_logits(hidden[:rows])
+        def make_lora_inputs(req_ids: Sequence[str], *args: Any) -> tuple[Any, ...]:
+            assert self._output is not None, "no step has begun"
+            adapters, *rest = by_request(req_ids, *args)
+            drafts = self._output.scheduled_spec_decode_tokens
+            rows = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
+            return (tuple(np.repeat(adapters, rows)), *rest)
+
+        state.make_lora_inputs = make_lora_inputs
 
     def _params_of(self, req_id: str) -> RequestParams:
         params = self._params.get(req_id)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_hetero_spec.engine.seam.media import media_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.runner import StepTimes
-from vllm_hetero_spec.engine.seam.step_view import RequestView
+from vllm_hetero_spec.engine.seam.step_view import RequestView, media_of
 from vllm_hetero_spec.staging import Fetched
 
 if TYPE_CHECKING:

@@ -8,13 +8,22 @@ reads vLLM's batch. A view is valid during its step only, because its arrays bel
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeRoom, TreesView
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+
+def media_of(features: "Sequence[MultiModalFeatureSpec]") -> list[slice]:
+    """Return the placeholder positions of a prompt, one slice for each multimodal feature."""
+    places = [feature.mm_position for feature in features]
+    return [slice(place.offset, place.offset + place.length) for place in places]
 
 
 class RequestView(NamedTuple):
