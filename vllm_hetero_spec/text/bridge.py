@@ -5,10 +5,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
-from vllm_hetero_spec.text.chat_template import Chat
 from vllm_hetero_spec.text.context import Context, IdentityContext
 from vllm_hetero_spec.text.drafts import DraftTranslator, FirstToken
 from vllm_hetero_spec.text.retokenization import TextContext
@@ -287,7 +286,7 @@ def make_bridge(
     mode: str = "auto",
     target_eos: Sequence[int] | None = None,
     drafter_eos: Sequence[int] | None = None,
-    chats: tuple[Chat | None, Chat | None] | None = None,
+    chats: tuple[Any, Any] | None = None,
 ) -> Bridge:
     """Build the bridge of a pair.
 
@@ -295,7 +294,8 @@ def make_bridge(
         mode: "auto" passes ids through if the tokenizers are equal. "text" always translates.
             "identity" requires equal tokenizers.
         target_eos: As in `SpecialTokens`, like `drafter_eos`.
-        chats: Chat templates of target and drafter. None: turn markers are not translated.
+        chats: Tokenizer objects of target and drafter, with the methods of transformers for chat
+            templates. None: turn markers are not translated.
 
     Raises:
         ValueError: The mode is unknown, or it is "identity" and the tokenizers differ.
