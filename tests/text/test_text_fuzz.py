@@ -228,10 +228,10 @@ def test_what_was_found(trained: dict[str, TextTokenizer], found: str) -> None:
 
 def cut_anywhere(self: TextContext, at: int, tail_ids: Sequence[int]) -> bool:
     """Wrong `_cut_at`: cuts at any character, without a check."""
-    at = len(self._tail) * 2 // 3
-    left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
+    at = len(self.tail) * 2 // 3
+    left, right = self._drafter.encode_batch([self.tail[:at], self.tail[at:]])
     self._replace_tail([*left, *right])
-    self._cut, self._tail = self._cut + len(left), self._tail[at:]
+    self._cut, self.tail = self._cut + len(left), self.tail[at:]
     return True
 
 
