@@ -258,7 +258,9 @@ class TextContext:
         self._add_space |= marker.drafter_space
 
     def _replace_tail(self, tail_ids: Sequence[int]) -> int:
-        kept = self._cut + _common_prefix(self.ids[self._cut :], tail_ids)
+        pairs = enumerate(zip(self.ids[self._cut :], tail_ids, strict=False), self._cut)
+        shorter = min(len(self.ids), self._cut + len(tail_ids))
+        kept = next((at for at, (old, new) in pairs if old != new), shorter)
         self.ids[kept:] = tail_ids[kept - self._cut :]
         return kept
 
@@ -286,10 +288,3 @@ class TextContext:
         self._cut += len(left)
         self.tail = self.tail[at:]
         return kept
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    for index, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return index
-    return min(len(first), len(second))
