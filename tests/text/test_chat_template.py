@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
-from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -212,7 +211,7 @@ def conversation(turns: int, system: str | None = None) -> Messages:
 
 
 def bridged(target: Side, drafter: Side, **changes: Any) -> Bridge:
-    chats = (chat_of(target.wrapper), chat_of(drafter.wrapper))
+    chats = (target.wrapper, drafter.wrapper)
     return make_bridge(target.text, drafter.text, **({"chats": chats, "mode": "text"} | changes))
 
 

@@ -31,7 +31,7 @@ def test_bytes_of_real_tokenizers(real: dict[str, TextTokenizer], shared: Path) 
         for text in TEXTS:
             assert_exact(tokenizer, text)
             assert not tokenizer.lost_bytes(text, tokenizer.encode(text))
-        assert tokenizer.lossless
+        assert not tokenizer.lossy_reason
 
 
 def test_bytes_of_sentencepiece_files(shared: Path) -> None:
@@ -58,7 +58,7 @@ def test_bytes_of_mistral_files(file: Path) -> None:
     prefix = " " * tokenizer.leading_space.applies(first=True)
     assert own == [tokenizer.bos_id, *tokenizer.encode(prefix + text)]
     assert tokenizer.adds_bos
-    assert tokenizer.lossless
+    assert not tokenizer.lossy_reason
     assert [i for i, data in enumerate(tokenizer.token_bytes) if data] == [
         i for i in range(core.n_words) if i not in tokenizer.special_text
     ]

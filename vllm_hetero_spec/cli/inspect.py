@@ -20,7 +20,6 @@ from vllm_hetero_spec.inputs.model_folder import mask_token, text_config
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.inputs.tokenizer_source import ROLES, OpenTokenizer, open_tokenizer
 from vllm_hetero_spec.text.bridge import make_bridge
-from vllm_hetero_spec.text.chat_template import chat_of
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.statistics import (
@@ -138,7 +137,7 @@ def _findings(
         ours,
         target_eos=target.eos_ids,
         drafter_eos=drafter.eos_ids,
-        chats=(chat_of(target.backend), chat_of(drafter.backend)),
+        chats=(target.backend, drafter.backend),
     )
     pair, reason = meter.statistics(), bridge.chat.reason
     return {

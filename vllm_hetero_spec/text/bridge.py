@@ -5,10 +5,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, align
-from vllm_hetero_spec.text.chat_template import Chat
 from vllm_hetero_spec.text.context import Context, IdentityContext
 from vllm_hetero_spec.text.drafts import DraftTranslator, FirstToken
 from vllm_hetero_spec.text.retokenization import TextContext
@@ -17,8 +16,6 @@ from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
-
-MODES = ("auto", "text", "identity")
 
 
 class Bridge(ABC):
@@ -33,13 +30,13 @@ class Bridge(ABC):
         tokens_ratio: Drafter ids per target id, in the calibration text.
     """
 
-    tokens_ratio: float = 1.0
     identity: bool
-    special: SpecialTokens
-    drafter_eos: frozenset[int]
-    banned: frozenset[int]
-    failures: Counter[str]
-    chat: ChatTemplateBridge
+    tokens_ratio: float = 1.0
+
+    def __init__(self, special: SpecialTokens, chat: ChatTemplateBridge) -> None:
+        self.special, self.chat = special, chat
+        self.drafter_eos, self.banned = special.drafter_eos, special.banned
+        self.failures: Counter[str] = Counter()
 
     @abstractmethod
     def open(self, longest: int | None = None) -> Context:
@@ -120,10 +117,8 @@ class IdentityBridge(Bridge):
     identity = True
 
     def __init__(self, special: SpecialTokens, bos_id: int | None = None) -> None:
-        self.special, self._bos_id = special, bos_id
-        self.drafter_eos, self.banned = special.drafter_eos, special.banned
-        self.failures: Counter[str] = Counter()
-        self.chat = ChatTemplateBridge("both tokenizers are the same")
+        super().__init__(special, ChatTemplateBridge("both tokenizers are the same"))
+        self._bos_id = bos_id
 
     def open(self, longest: int | None = None) -> IdentityContext:
         return IdentityContext(longest, self._bos_id)
@@ -170,10 +165,8 @@ class TextBridge(Bridge):
         special: SpecialTokens,
         chat: ChatTemplateBridge,
     ) -> None:
-        self.chat = chat
-        self._target, self._drafter, self.special = target, drafter, special
-        self.drafter_eos, self.banned = special.drafter_eos, special.banned
-        self.failures: Counter[str] = Counter()
+        super().__init__(special, chat)
+        self._target, self._drafter = target, drafter
         self._drafts = DraftTranslator(target, drafter, special, self.failures)
         self.tokens_ratio = _tokens_ratio(target, drafter)
 
@@ -183,13 +176,11 @@ class TextBridge(Bridge):
 
     def extend(self, contexts: Sequence[Context], new_ids: Sequence[Sequence[int]]) -> list[int]:
         texts = cast(Sequence[TextContext], contexts)
-        kept = [len(context.ids) for context in texts]
-        for index, ids in enumerate(new_ids):
-            kept[index] = self._guarded(texts[index], texts[index].take, ids)
-        for index, tail_ids in enumerate(self._encode_tails(texts)):
-            settled = self._guarded(texts[index], texts[index].commit_prefix, tail_ids)
-            kept[index] = min(kept[index], settled)
-        return kept
+        news = zip(texts, new_ids, strict=True)
+        kept = [self._guarded(context, context.take, ids) for context, ids in news]
+        tails = zip(texts, self._encode_tails(texts), strict=True)
+        settled = [self._guarded(context, context.commit_prefix, ids) for context, ids in tails]
+        return [*map(min, kept, settled)]
 
     def may_follow(self, context: Context, drafter_id: int, known: int = 0) -> bool:
         try:
@@ -287,7 +278,7 @@ def make_bridge(
     mode: str = "auto",
     target_eos: Sequence[int] | None = None,
     drafter_eos: Sequence[int] | None = None,
-    chats: tuple[Chat | None, Chat | None] | None = None,
+    chats: tuple[Any, Any] | None = None,
 ) -> Bridge:
     """Build the bridge of a pair.
 
@@ -295,13 +286,12 @@ def make_bridge(
         mode: "auto" passes ids through if the tokenizers are equal. "text" always translates.
             "identity" requires equal tokenizers.
         target_eos: As in `SpecialTokens`, like `drafter_eos`.
-        chats: Chat templates of target and drafter. None: turn markers are not translated.
+        chats: Tokenizer objects of target and drafter, with the methods of transformers for chat
+            templates. None: turn markers are not translated.
 
     Raises:
-        ValueError: The mode is unknown, or it is "identity" and the tokenizers differ.
+        ValueError: The mode is "identity" and the tokenizers differ.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown bridge mode {mode!r}: choose one of {', '.join(MODES)}")
     equal = target.fingerprint == drafter.fingerprint
     if mode == "identity" and not equal:
         raise ValueError(

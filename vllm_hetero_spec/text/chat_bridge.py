@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_hetero_spec.text.chat_template import (
     ASSISTANT,
@@ -21,7 +21,6 @@ from vllm_hetero_spec.text.chat_template import (
     ROLES,
     SYSTEM,
     USER,
-    Chat,
     Stream,
     Template,
     Unaligned,
@@ -111,11 +110,11 @@ class ChatTemplateBridge:
 def align(
     target: TextTokenizer,
     drafter: TextTokenizer,
-    target_chat: Chat | None,
-    drafter_chat: Chat | None,
+    target_chat: Any,
+    drafter_chat: Any,
     special: SpecialTokens,
 ) -> ChatTemplateBridge:
-    """Align two chat templates. The result has a `reason` if they cannot be aligned."""
+    """Align the chat templates of two tokenizer objects. A failure becomes the `reason`."""
     stream = Stream(target, special.target_control)
     try:
         theirs = Template("target", target_chat, stream)

@@ -8,8 +8,7 @@ its text was merged with other text, and text that resembles a control token is 
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -20,32 +19,6 @@ ESCAPE = b"\xff"
 ESCAPED = re.compile(rb"\xff(.{6})")
 _SPACED = re.compile(rb"(\xff.{6}) ")
 _SENTINELS = {role: f"Qz{role.title()}Zq" for role in (*ROLES, "again")}
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Chat template of a tokenizer that has the methods of transformers."""
-
-    tokenizer: Any
-
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Return the conversation as text. Exceptions of the template are passed on."""
-        rendered: str = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
-        return rendered
-
-    def encode(self, text: str) -> list[int]:
-        """Encode rendered text. Special tokens in it are recognized, and none are added."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-
-def chat_of(tokenizer: Any) -> Chat | None:
-    """Return the chat template of a tokenizer object, or None if it has none."""
-    return Chat(tokenizer) if getattr(tokenizer, "chat_template", None) else None
 
 
 class Unaligned(Exception):
@@ -98,10 +71,10 @@ class Template:
         Unaligned: The texts of a conversation are not found in its rendering.
     """
 
-    def __init__(self, side: str, chat: Chat | None, stream: Stream) -> None:
-        if chat is None:
+    def __init__(self, side: str, tokenizer: Any, stream: Stream) -> None:
+        if not getattr(tokenizer, "chat_template", None):
             raise Unaligned(f"the {side} has no chat template")
-        self._side, self._chat, self._stream = side, chat, stream
+        self._side, self._tokenizer, self._stream = side, tokenizer, stream
         self.bos: tuple[int, ...] = ()
         turns = (USER, ASSISTANT, USER)
         first, reply, again, end = self._between(turns)
@@ -160,8 +133,12 @@ class Template:
             texts[-1] = _SENTINELS["again"]
         messages = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
         try:
-            rendered = self._chat.render(messages, add_generation_prompt=add_generation_prompt)
-            count, body = self._stream(self._chat.encode(rendered)) or (0, b"")
+            rendered = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+            # Special tokens in the rendered text are recognized, and none are added.
+            ids = self._tokenizer.encode(rendered, add_special_tokens=False)
+            count, body = self._stream(ids) or (0, b"")
         except Exception as error:
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise Unaligned(

@@ -246,31 +246,26 @@ class DraftTranslator:
         encoded = self._target.encode_batch([stretch.text for stretch in stretches])
         starts = [self._boundary(*pair) for pair in zip(encoded, stretches, strict=True)]
         alone = [place for place, start in enumerate(starts) if start is None]
-        if not alone:
-            return [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
         texts = [stretches[place].data.decode("utf-8", "surrogateescape") for place in alone]
-        ids_of = [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
+        drafted = [ids[start:] for ids, start in zip(encoded, starts, strict=True)]
         for place, ids in zip(alone, self._target.encode_batch(texts), strict=True):
-            ids_of[place] = ids
-        return ids_of
+            drafted[place] = ids
+        return drafted
 
     def _anchor(self, target_ids: Sequence[int]) -> list[int]:
         """Return the last ids from the start of a word, at most ANCHOR_TOKENS, no control ids."""
-        starts, start = self._starts, len(target_ids)
+        starts, table, start = self._starts, self._target.token_bytes, len(target_ids)
         furthest = max(0, start - ANCHOR_TOKENS)
         while start > furthest:
             kind = starts[target_ids[start - 1]]
             if kind == _CONTROL:
                 break
             start -= 1
-            if kind == _SPACE and start and not self._ends_in_space(target_ids[start - 1]):
+            if kind == _SPACE and start and not table[target_ids[start - 1]][-1:].isspace():
                 break
         while start < len(target_ids) and starts[target_ids[start]] == _INSIDE:
             start += 1
         return list(target_ids[start:])
-
-    def _ends_in_space(self, token_id: int) -> bool:
-        return self._target.token_bytes[token_id][-1:].isspace()
 
     def _boundary(self, ids: list[int], stretch: _Stretch) -> int | None:
         """Return the index in ids at which the data begin, or None if a token spans that place."""

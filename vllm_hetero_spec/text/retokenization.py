@@ -25,7 +25,8 @@ _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes that do not begin a character
 class TextContext:
     """Context for different tokenizers, for the lifetime of one request.
 
-    After `commit_prefix`, the ids before the cut are frozen and the others encode `tail`.
+    After `commit_prefix`, the ids before the cut are frozen and the others encode `tail`, the text
+    after the cut. Undecodable bytes in it are lone surrogates.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class TextContext:
         self.num_dropped = 0
         self._longest, self._begins = longest, len(self.ids)  # leading ids that are never dropped
         self._target_dropped = 0
-        self._cut, self._tail = len(self.ids), ""
+        self._cut, self.tail = len(self.ids), ""
         self._lost = 0  # bytes of the tail already counted as lost
         self._strip_space = target.leading_space.applies(first=True)
         self._add_space = drafter.leading_space.applies(first=True)
@@ -61,18 +62,13 @@ class TextContext:
         return len(self.ids) / max(len(self.target_ids), 1)
 
     @property
-    def tail(self) -> str:
-        """Text after the cut. Undecodable bytes are lone surrogates."""
-        return self._tail
-
-    @property
     def untouched(self) -> tuple[bool, bool]:
         """For (target, drafter): True if the tokenizer puts a dummy space before the next text."""
         return self._strip_space, self._add_space
 
     def append(self, target_ids: Sequence[int]) -> int:
         kept = self.take(target_ids)
-        return min(kept, self.commit_prefix(self._drafter.encode_batch([self._tail])[0]))
+        return min(kept, self.commit_prefix(self._drafter.encode_batch([self.tail])[0]))
 
     def take(self, target_ids: Sequence[int]) -> int:
         """Run the first half of `append`. The caller passes ids of `tail` to `commit_prefix`."""
@@ -142,11 +138,11 @@ class TextContext:
         self._count_lost(tail_ids)
         tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
-        if len(tail_ids) > cuts.TAIL_TOKENS or len(self._tail) > cuts.TAIL_CHARACTERS:
+        if len(tail_ids) > cuts.TAIL_TOKENS or len(self.tail) > cuts.TAIL_CHARACTERS:
             cut = self._cut
             kept = min(kept, self._advance(tail_ids))
             if self._lost and self._cut > cut:
-                self._lost = self._drafter.lost_bytes(self._tail, self.ids[self._cut :])
+                self._lost = self._drafter.lost_bytes(self.tail, self.ids[self._cut :])
         if self._longest is None:
             return kept
         if len(self.ids) > self._longest:
@@ -174,7 +170,7 @@ class TextContext:
 
     def _count_lost(self, tail_ids: Sequence[int]) -> None:
         """Count each byte that the drafter's ids of the tail lack as one failure, once."""
-        lost = self._drafter.lost_bytes(self._tail, tail_ids)
+        lost = self._drafter.lost_bytes(self.tail, tail_ids)
         if lost > self._lost:
             self._failures["unencodable"] += lost - self._lost
             self._lost = lost
@@ -186,17 +182,17 @@ class TextContext:
         becomes one token, after which the drafter expects more white space. If the target has split
         a run that it could write as one token, the run is complete.
         """
-        if not tail_ids or not self._tail[-1].isspace() or self.target_ids[-1] == UNKNOWN_ID:
+        if not tail_ids or not self.tail[-1].isspace() or self.target_ids[-1] == UNKNOWN_ID:
             return tail_ids
         ours = self._drafter.token_bytes[tail_ids[-1]]
         theirs = self._target.token_bytes[self.target_ids[-1]]
         if len(ours) <= len(theirs) or not theirs.isspace():
             return tail_ids
-        run = self._tail[len(self._tail.rstrip()) :]
+        run = self.tail[len(self.tail.rstrip()) :]
         joined = self._target.encode(run)
         if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
             return tail_ids
-        followed = self._drafter.encode(self._tail + cuts.ANY_WORD)
+        followed = self._drafter.encode(self.tail + cuts.ANY_WORD)
         ends_in_word = (
             followed and self._drafter.token_bytes[followed[-1]] == cuts.ANY_WORD.encode()
         )
@@ -224,7 +220,7 @@ class TextContext:
             self._add_space = False
             if not (self._drafter.leading_space.unless_present and text[0] == " "):
                 text = " " + text
-        self._tail += text
+        self.tail += text
 
     def _take_control(self, token_id: int) -> int:
         kept = len(self.ids)
@@ -241,11 +237,11 @@ class TextContext:
     def _take_special(self, drafter_id: int) -> int:
         self._take_text(self.held.decode("utf-8", "surrogateescape"))
         self.held = b""
-        tail_ids = self._drafter.encode_batch([self._tail])[0]
+        tail_ids = self._drafter.encode_batch([self.tail])[0]
         self._count_lost(tail_ids)
         kept = self._replace_tail(tail_ids)
         self.ids.append(drafter_id)
-        self._cut, self._tail, self._lost = len(self.ids), "", 0
+        self._cut, self.tail, self._lost = len(self.ids), "", 0
         self._add_space = self._drafter.leading_space.applies(first=False)
         return kept
 
@@ -254,7 +250,7 @@ class TextContext:
         for atom in marker.atoms:
             if isinstance(atom, bytes):
                 self._take_bytes(atom)
-            elif [atom] == self.ids and atom == self._drafter.bos_id and not self._tail:
+            elif [atom] == self.ids and atom == self._drafter.bos_id and not self.tail:
                 self._add_space = self._drafter.leading_space.applies(first=False)
             else:
                 self._take_special(atom)
@@ -262,40 +258,33 @@ class TextContext:
         self._add_space |= marker.drafter_space
 
     def _replace_tail(self, tail_ids: Sequence[int]) -> int:
-        kept = self._cut + _common_prefix(self.ids[self._cut :], tail_ids)
+        pairs = enumerate(zip(self.ids[self._cut :], tail_ids, strict=False), self._cut)
+        shorter = min(len(self.ids), self._cut + len(tail_ids))
+        kept = next((at for at, (old, new) in pairs if old != new), shorter)
         self.ids[kept:] = tail_ids[kept - self._cut :]
         return kept
 
     def _advance(self, tail_ids: Sequence[int]) -> int:
         """Move the cut towards the end of the tail. Return the number of unchanged leading ids."""
-        at = cuts.word_cut(self._drafter, self._tail)
+        at = cuts.word_cut(self._drafter, self.tail)
         if not at or not self._cut_at(at, tail_ids):
-            at = cuts.spaceless_cut(self._drafter, self._tail, tail_ids)
-            if (not at or not self._cut_at(at, tail_ids)) and len(
-                self._tail
-            ) > cuts.TAIL_CHARACTERS:
+            at = cuts.spaceless_cut(self._drafter, self.tail, tail_ids)
+            if (not at or not self._cut_at(at, tail_ids)) and len(self.tail) > cuts.TAIL_CHARACTERS:
                 return self._force_cut()
         return len(self.ids)
 
     def _cut_at(self, at: int, tail_ids: Sequence[int]) -> bool:
-        right = self._drafter.encode_batch([self._tail[at:]])[0]
+        right = self._drafter.encode_batch([self.tail[at:]])[0]
         if not right or list(tail_ids[-len(right) :]) != right:
             return False
         self._cut += len(tail_ids) - len(right)
-        self._tail = self._tail[at:]
+        self.tail = self.tail[at:]
         return True
 
     def _force_cut(self) -> int:
-        at = cuts.forced_cut(self._drafter, self._tail)
-        left, right = self._drafter.encode_batch([self._tail[:at], self._tail[at:]])
+        at = cuts.forced_cut(self._drafter, self.tail)
+        left, right = self._drafter.encode_batch([self.tail[:at], self.tail[at:]])
         kept = self._replace_tail([*left, *right])
         self._cut += len(left)
-        self._tail = self._tail[at:]
+        self.tail = self.tail[at:]
         return kept
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    for index, (left, right) in enumerate(zip(first, second, strict=False)):
-        if left != right:
-            return index
-    return min(len(first), len(second))

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-SpaceScope = Literal["none", "first", "always"]
-
 # Undecodable bytes are lone surrogates in Python strings (PEP 383, "surrogateescape").
 _ESCAPED = re.compile("[\ud800-\udfff]+")
 # Approximates the word that contains undecodable bytes, because their characters are unknown.
@@ -32,7 +30,7 @@ class LeadingSpace:
         unless_present: No space is added to text that already starts with one.
     """
 
-    scope: SpaceScope = "none"
+    scope: Literal["none", "first", "always"] = "none"
     unless_present: bool = False
 
     def applies(self, *, first: bool) -> bool:
@@ -63,7 +61,8 @@ class TextTokenizer:
         raw_encode: Function from a text without surrogates to ids.
         raw_encode_batch: The same for many texts.
         raw_normalize: Function from a text without surrogates to the text that is encoded.
-        lossy_reason: Description of the changes that normalization makes, or "".
+        lossy_reason: Description of the changes that normalization makes, or "" if it makes only
+            canonical Unicode composition and reads U+2581 as a space.
         spell_word: Function from any bytes, as one word, to ids. None: each byte is spelled alone.
         spells_all: True if no text has unknown or missing tokens.
         unknown_id: Special token for text that cannot be spelled.
@@ -100,11 +99,6 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """Largest id + 1."""
         return len(self.token_bytes)
-
-    @property
-    def lossless(self) -> bool:
-        """True if only canonical Unicode composition and U+2581 (read as a space) change text."""
-        return not self.lossy_reason
 
     def normalize(self, text: str) -> str:
         """Return the text whose bytes the ids of `encode(text)` have."""

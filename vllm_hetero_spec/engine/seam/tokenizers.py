@@ -3,7 +3,7 @@
 
 import copy
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.config import ModelConfig
@@ -13,7 +13,6 @@ from vllm_hetero_spec.engine.seam.drafter_model import bound_context, first_sent
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
-from vllm_hetero_spec.text.chat_template import Chat, chat_of
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import straddling
@@ -76,7 +75,7 @@ def check_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions
     bound_context(drafter, options, target.max_model_len, ratio)
 
 
-def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
+def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Any]:
     # Drafting needs the tokenizer even if the engine does not (skip_tokenizer_init).
     own = copy.copy(config)
     own.skip_tokenizer_init = False
@@ -97,7 +96,7 @@ def _load(role: str, config: ModelConfig) -> tuple[TextTokenizer, Chat | None]:
         ) from error
     try:
         text = load_tokenizer(tokenizer, name=str(config.tokenizer))
-        return text.limited_to(config.get_vocab_size()), chat_of(tokenizer)
+        return text.limited_to(config.get_vocab_size()), tokenizer
     except UnsupportedTokenizer as error:
         raise ConfigError(f"the {role}'s tokenizer cannot be bridged: {error}") from error
 
