@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -36,7 +36,6 @@ class HuggingFaceSpec:
     tokenizer: str | None = None  # the target's; None: that of the model
     revision: str | None = None  # the target's
     trust_remote_code: bool = False
-    max_batch_size: ClassVar[int] = 1
 
 
 class HuggingFaceEngine(EngineProcess):
