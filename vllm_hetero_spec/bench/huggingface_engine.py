@@ -7,7 +7,7 @@ intersection. The child process runs `python -m` this module.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -226,10 +226,5 @@ def _in_order(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def build(spec: HuggingFaceSpec) -> Callable[[Load], Sample]:
-    """Load the models, and return the function that runs a load."""
-    return Generator(spec).run
-
-
 if __name__ == "__main__":
-    serve(build)
+    serve(lambda spec: Generator(spec).run)
