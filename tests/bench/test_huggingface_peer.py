@@ -16,7 +16,7 @@ from vllm_hetero_spec.bench.huggingface_engine import (
     HuggingFaceSpec,
     counts,
 )
-from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
+from vllm_hetero_spec.bench.load import Load, Sample
 from vllm_hetero_spec.bench.vllm_engine import EngineSpec, VllmEngine
 from vllm_hetero_spec.errors import ConfigError
 
@@ -179,11 +179,6 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
     found = Counter(tuple(ids[:2]) for ids in tokens(sample))
     assert found.keys() <= law.keys()
     assert follows(found, law)
-
-
-def test_a_wider_load_is_refused(assisted: HuggingFaceEngine) -> None:
-    with pytest.raises(MeasurementError, match="for at most 1 requests"):
-        assisted.run(Load(["a", "b"], max_tokens=4, batch_size=2))
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, demo_pair: Path) -> None:

@@ -88,15 +88,12 @@ def test_values() -> None:
     assert tables.milliseconds(1.2345) == "1,234.5"
     assert tables.mebibytes(3 << 20) == "3"
     assert tables.percent(0.123) == "12.3%"
-    assert tables.with_error(2.5, 0.04) == "2.50 ± 0.04"
-    assert tables.with_error(2.5, None) == "2.50"
     assert tables.ratio(Spread(1.5, 1.25, 2, 1.3, 1.6, rounds=3)) == "1.50x (1.25-2.00)"
     assert tables.ratio(Spread(1.5, 1.5, 1.5, 1.5, 1.5, rounds=1)) == "1.50x"
     assert tables.tail(quantiles([0.5])) == "500.0 / 500.0 / 500.0"
     nothing = (
         tables.number(None), tables.milliseconds(None), tables.mebibytes(None),
-        tables.percent(None), tables.with_error(None, 1.0), tables.ratio(None),
-        tables.median(None), tables.tail(None),
+        tables.percent(None), tables.ratio(None), tables.median(None), tables.tail(None),
     )  # fmt: skip
     assert set(nothing) == {"-"}
 

@@ -115,8 +115,6 @@ def test_our_method(demo_pair: Path, alone: list[Sample], loads: list[Load]) -> 
     spec = EngineSpec(str(demo_pair / "target"), slem(demo_pair / "drafter", LOOKAHEAD), 3)
     with VllmEngine(spec) as engine:
         samples = [engine.run(load) for load in loads]
-        with pytest.raises(MeasurementError, match="at most 3"):
-            engine.run(Load(["a"], max_tokens=1, batch_size=4))
         with pytest.raises(ConfigError, match=r"^vLLM refuses this: .*2048"):
             engine.run(Load(["a ", "b " * 5000], max_tokens=8, batch_size=2))
         again = engine.run(loads[0])  # nothing remains of the refused load

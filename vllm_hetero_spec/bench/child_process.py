@@ -53,7 +53,6 @@ class EngineProcess:
         run_timeout: float = 3600.0,
     ) -> None:
         self._run_timeout = run_timeout
-        self._widest: int | None = getattr(spec, "max_batch_size", None)
         self._closed = False
         self._log = None if verbose else tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         output = self._log or sys.stderr
@@ -84,15 +83,10 @@ class EngineProcess:
 
         Raises:
             ConfigError: The engine refused the load; it stays up.
-            MeasurementError: The batch size is too large, or the engine failed and is closed.
+            MeasurementError: The engine has ended, or it failed now and is closed.
         """
         if self._closed:
             raise MeasurementError("the engine has ended")
-        if self._widest is not None and load.batch_size > self._widest:
-            raise MeasurementError(
-                f"a load of batch size {load.batch_size} on an engine for at most {self._widest} "
-                "requests at a time"
-            )
         for folder in processes(self.pid):
             with contextlib.suppress(OSError):  # a kernel without clear_refs
                 (folder / "clear_refs").write_text("5")

@@ -7,11 +7,11 @@ intersection. The child process runs `python -m` this module.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -36,7 +36,6 @@ class HuggingFaceSpec:
     tokenizer: str | None = None  # the target's; None: that of the model
     revision: str | None = None  # the target's
     trust_remote_code: bool = False
-    max_batch_size: ClassVar[int] = 1
 
 
 class HuggingFaceEngine(EngineProcess):
@@ -227,10 +226,5 @@ def _in_order(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def build(spec: HuggingFaceSpec) -> Callable[[Load], Sample]:
-    """Load the models, and return the function that runs a load."""
-    return Generator(spec).run
-
-
 if __name__ == "__main__":
-    serve(build)
+    serve(lambda spec: Generator(spec).run)

@@ -28,7 +28,6 @@ from vllm_hetero_spec.bench.tables import (
     tail,
     terminal_table,
     widened,
-    with_error,
 )
 from vllm_hetero_spec.errors import one_line
 from vllm_hetero_spec.inputs.model_folder import widened_columns
@@ -40,7 +39,8 @@ SUMMARY = "summary.json"
 
 def acceptance_length(row: Row) -> str:
     """Acceptance length with its standard error over prompts."""
-    return with_error(row.figures.acceptance_length, row.figures.acceptance_error)
+    length, error = number(row.figures.acceptance_length), row.figures.acceptance_error
+    return length if error is None else f"{length} ± {number(error)}"
 
 
 CELL: tuple[Column[Row], ...] = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_hetero_spec.bench.child_process import EngineProcess
-from vllm_hetero_spec.bench.load import Load, MeasurementError
+from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement, Plan
 from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.results import Results
@@ -53,34 +53,18 @@ def run_plan(
             for run in wave:
                 if run.cell in failed:
                     reporter.failed(run, results.contents.errors[run.cell])
-                elif not _measure(run, suite, results, engines, reporter):
+                    continue
+                try:
+                    sample, seconds = engines.run(run.cell.engine, load_of(run, suite))
+                except (ConfigError, MeasurementError) as error:
                     failed.add(run.cell)
+                    results.failed(run.cell, str(error))
+                    reporter.failed(run, str(error))
+                else:
+                    results.measured(run, sample)
+                    reporter.measured(run, sample, seconds)
     finally:
         engines.keep_only(())
-
-
-def _measure(
-    run: Measurement,
-    suite: Suite,
-    results: Results,
-    engines: "_Engines",
-    reporter: ProgressReporter,
-) -> bool:
-    """Return True if the run succeeded."""
-    engine = run.cell.engine
-    try:
-        running = engines.running(engine)
-        began = time.perf_counter()
-        sample = running.run(load_of(run, suite))
-    except (ConfigError, MeasurementError) as error:
-        if isinstance(error, MeasurementError):
-            engines.end(engine)
-        results.failed(run.cell, str(error))
-        reporter.failed(run, str(error))
-        return False
-    results.measured(run, sample)
-    reporter.measured(run, sample, time.perf_counter() - began)
-    return True
 
 
 class _Engines:
@@ -99,11 +83,21 @@ class _Engines:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda engine: engine.close(), ended))
         for engine in wanted:
-            # `running` raises the same error later for each cell of the engine.
+            # `run` raises the same error later for each cell of the engine.
             with contextlib.suppress(MeasurementError):
-                self.running(engine)
+                self._running(engine)
 
-    def running(self, engine: EngineId) -> EngineProcess:
+    def run(self, engine: EngineId, load: Load) -> tuple[Sample, float]:
+        """Run a load, and return its sample and the seconds it took; an engine that fails ends."""
+        running = self._running(engine)
+        began = time.perf_counter()
+        try:
+            return running.run(load), time.perf_counter() - began
+        except MeasurementError:
+            self._up.pop(engine).close()
+            raise
+
+    def _running(self, engine: EngineId) -> EngineProcess:
         """Return an engine, started if necessary; MeasurementError if it does not start."""
         if engine in self._refused:
             raise MeasurementError(self._refused[engine])
@@ -118,7 +112,3 @@ class _Engines:
             finally:
                 self._reporter.started(engine, time.perf_counter() - began)
         return self._up[engine]
-
-    def end(self, engine: EngineId) -> None:
-        if engine in self._up:
-            self._up.pop(engine).close()

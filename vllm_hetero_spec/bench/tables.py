@@ -97,12 +97,6 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{share:.1%}"
 
 
-def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    if value is None or error is None:
-        return number(value, digits)
-    return f"{number(value, digits)} ± {number(error, digits)}"
-
-
 def ratio(found: Spread | None) -> str:
     """A speedup, with its range if there are several rounds."""
     if found is None:

@@ -41,9 +41,7 @@ from vllm_hetero_spec.bench.tables import (
     ratio,
     terminal_table,
 )
-from vllm_hetero_spec.cli.known_drafters import as_data as as_known_data
-from vllm_hetero_spec.cli.known_drafters import known_for
-from vllm_hetero_spec.cli.known_drafters import show as show_known
+from vllm_hetero_spec.cli import known_drafters
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
     MODEL,
@@ -102,13 +100,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare, measure and print; if some drafters fail, print the others and then raise."""
     given, known = arguments.drafters, None
     if not given:
-        known = known_for(arguments.target, arguments.trust_remote_code)
+        known = known_drafters.known_for(arguments.target, arguments.trust_remote_code)
         given = [each.name for each in known if each.is_local]
         if not arguments.json:
-            show_known(known, Console())
+            known_drafters.show(known, Console())
         if not given:
             if arguments.json:
-                print_json({"target": arguments.target, "known": as_known_data(known)})
+                print_json({"target": arguments.target, "known": known_drafters.as_data(known)})
             return
     suite = suite_of(
         arguments,
@@ -135,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
         measured = _measure(suite, arguments.verbose)
     if arguments.json:
         found = _as_json(arguments.target, suite, drafters, measured)
-        print_json(found if known is None else found | {"known": as_known_data(known)})
+        print_json(found if known is None else found | {"known": known_drafters.as_data(known)})
     else:
         _show(arguments.target, drafters, measured, Console())
     if measured.failures:

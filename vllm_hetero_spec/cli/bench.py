@@ -2,6 +2,7 @@
 """`vllm-hetero-spec bench`: measure a suite of targets, drafters, methods and peers."""
 
 import argparse
+import contextlib
 import functools
 import shlex
 import signal
@@ -71,11 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
         **conditions(suite),
         "provenance": provenance(),
     }
-    results = Results(folder, header, fresh=arguments.fresh)
-    try:
+    with contextlib.closing(Results(folder, header, fresh=arguments.fresh)) as results:
         _measure(arguments, suite, results, progress)
-    finally:
-        results.close()
     _report(folder, results.contents, plots)
     if failed := len(results.contents.errors):
         raise MeasurementError(f"{failed} cells failed; {folder / MARKDOWN} says why.")

@@ -43,10 +43,7 @@ class Finding:
 
 
 class _Fault(Exception):
-    """A failed check: what was found, and the fix."""
-
-    def __init__(self, found: str, fix: str) -> None:
-        super().__init__(found, fix)
+    """A failed check; its arguments are what was found, and the fix."""
 
 
 def examine(*, run: bool = True) -> Iterator[Finding]:

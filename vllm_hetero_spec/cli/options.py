@@ -28,8 +28,7 @@ def add_load(parser: argparse.ArgumentParser, longest: int, lookahead: int) -> N
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL with "prompt" keys')
     parser.add_argument("--num-prompts", default=8, help=DEFAULT, **number)
     parser.add_argument("--max-tokens", default=longest, help=DEFAULT, **number)
-    what = "longest draft, in target tokens; the controller may draft less far"
-    what = f"{what} ({DEFAULT})"
+    what = f"longest draft, in target tokens; the controller may draft less far ({DEFAULT})"
     parser.add_argument("--num-speculative-tokens", default=lookahead, help=what, **number)
     table: dict[str, Any] = {"type": dictionary, "default": {}, "metavar": "JSON"}
     what = 'further keys, as {"kv_cache_memory_bytes": "64MiB"}'
