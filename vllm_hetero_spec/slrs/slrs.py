@@ -29,7 +29,7 @@ import torch
 
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.slrs.pair_merges import PairMerges
+from vllm_hetero_spec.slrs.merges import Merges
 from vllm_hetero_spec.slrs.path import SlrsFeed, SlrsPath
 from vllm_hetero_spec.slrs.tree import Node, SlrsCandidate, SlrsTree
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
@@ -58,7 +58,7 @@ class MergeSpan(NamedTuple):
 class SlrsMethod(SampledMethod):
     """A sampled drafting method that may use SLRS-n; `merging` has its longer target tokens."""
 
-    merging: PairMerges
+    merging: Merges
     merge_span: MergeSpan
 
 
@@ -68,7 +68,7 @@ class Slrs:
     def __init__(
         self,
         tokens: TokenMap,
-        merges: PairMerges,
+        merges: Merges,
         ends: frozenset[int],
         span: int = 2,
     ) -> None:
