@@ -13,8 +13,7 @@ from goodness import MISSED, follows, missed
 from vllm_hetero_spec.draft.methods import LONG_SPAN, SHORT_SPAN, span
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.slrs.merges import Merges
-from vllm_hetero_spec.slrs.path import SlrsPath
-from vllm_hetero_spec.slrs.slrs import Slrs
+from vllm_hetero_spec.slrs.slrs import Slrs, SlrsPath
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps
