@@ -105,13 +105,8 @@ class MergeSpan(NamedTuple):
         candidates: Number of most likely tokens after which the drafter is run, m.
     """
 
-    tokens: int = 2
-    candidates: int = 1
-
-    @property
-    def name(self) -> str:
-        """Name in results, for example slrs_2 or slrs_2_of_8."""
-        return f"slrs_{self.tokens}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
+    tokens: int
+    candidates: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +120,8 @@ class SlrsMethod(SampledMethod):
 class Slrs:
     """Drafts a batch by SLRS-n; `span` is n, and `ends` are drafter ids that end a draft."""
 
-    def __init__(
-        self,
-        tokens: TokenMap,
-        merges: Merges,
-        ends: frozenset[int],
-        span: int = 2,
-    ) -> None:
-        self._tokens, self._merges, self._ends = tokens, merges, ends
-        self._span = span
+    def __init__(self, tokens: TokenMap, merges: Merges, ends: frozenset[int], span: int) -> None:
+        self._tokens, self._merges, self._ends, self._span = tokens, merges, ends, span
 
     def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: SlrsFeed) -> torch.Tensor:
         """Fill the paths with drafts; synchronizes with the device.
