@@ -58,14 +58,19 @@ class BranchSequencesV1(BranchSequences):
     def plan_step(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
         """Plan the trees of a step, before the runner prepares its inputs."""
         assert not self.uneven, "accepted branch KV of the previous step was not committed"
-        self.begin()
+        self.on_step_start(output)
         batch, drafted = self._runner.input_batch, output.scheduled_spec_decode_tokens
-        self.keep(self._runner.requests)
+        for req_id in self._drafted.keys() - self._runner.requests.keys():
+            del self._drafted[req_id]
         drafts = [drafted.get(req_id, []) for req_id in batch.req_ids]
         for req_id, draft, start in zip(
             batch.req_ids, drafts, batch.num_computed_tokens_cpu, strict=False
         ):
-            self.match(req_id, draft, int(start))
+            tree = self._drafted.get(req_id)
+            if tree is not None and (
+                tree.start != start or tree.rows.tokens[: len(draft)] != draft
+            ):
+                del self._drafted[req_id]  # not the draft to verify, or not the tokens with KV
         self.before_forward(
             list(batch.req_ids), scheduled.tolist(), [len(draft) for draft in drafts]
         )

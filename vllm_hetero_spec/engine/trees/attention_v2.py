@@ -44,13 +44,13 @@ class BranchSequencesV2(BranchSequences):
         return self._blocks[self._step.req_ids[request]][group][column]
 
     def on_step_start(self, output: "SchedulerOutput") -> None:
-        self.begin()
+        super().on_step_start(output)
         for req_id in output.finished_req_ids:
             self._blocks.pop(req_id, None)
-            self.forget(req_id)
+            self._drafted.pop(req_id, None)
         for new in output.scheduled_new_reqs:  # including resumed ones
             self._blocks[new.req_id] = [list(blocks) for blocks in new.block_ids]
-            self.forget(new.req_id)
+            self._drafted.pop(new.req_id, None)
         cached = output.scheduled_cached_reqs
         for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             for own, more in zip(self._blocks[req_id], blocks or (), strict=False):
