@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_hetero_spec.engine.ahead.guess_hits import GuessHits
+from vllm_hetero_spec.engine.ahead.late_drafts import GuessHits
 
 
 def test_before_any_was_seen_each_has_half_of_what_is_left() -> None:

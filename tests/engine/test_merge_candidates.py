@@ -19,7 +19,7 @@ from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.steps import EagerSteps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.slrs import slrs
-from vllm_hetero_spec.slrs.path import SlrsFeed
+from vllm_hetero_spec.slrs.slrs import SlrsFeed
 from vllm_hetero_spec.text.context import IdentityContext
 
 pytestmark = pytest.mark.engine

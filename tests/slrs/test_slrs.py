@@ -14,8 +14,7 @@ from goodness import MISSED, follows, missed
 from toy_worlds import LETTERS, WORDS, World, worlds
 
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.slrs.path import SlrsPath
-from vllm_hetero_spec.slrs.slrs import Slrs
+from vllm_hetero_spec.slrs.slrs import Slrs, SlrsPath
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.rules import token_rule
 

@@ -12,9 +12,8 @@ from goodness import MISSED, follows, missed
 
 from vllm_hetero_spec.draft.methods import LONG_SPAN, SHORT_SPAN, span
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.slrs.pair_merges import PairMerges
-from vllm_hetero_spec.slrs.path import SlrsPath
-from vllm_hetero_spec.slrs.slrs import Slrs
+from vllm_hetero_spec.slrs.merges import Merges
+from vllm_hetero_spec.slrs.slrs import Slrs, SlrsPath
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps, build_maps
@@ -66,7 +65,7 @@ class Drafts:
         self.paths = [SlrsPath(wanted * span, wanted, seed=i) for i, _ in enumerate(texts)]
         self._kv: list[list[int]] = [[] for _ in texts]
         tokens = TokenMap(torch.from_numpy(maps.kappa_first.astype(np.int64)), target.vocab_size)
-        merging = PairMerges(target, tokenizer, maps, CPU)
+        merging = Merges(target, tokenizer, maps, CPU)
         slrs = Slrs(tokens, merging, frozenset({drafter.end}), span)
         self.draft_probs = slrs.draft(self._rows(range(len(texts))), self.paths, self._feed)
 

@@ -210,8 +210,9 @@ def test_maps_have_them_and_nothing_merges_across(chatty: dict[str, TextTokenize
 
     merges = Merges(target, drafter, maps)
     space = drafter.token_bytes.index(b" ")
-    assert merges.find_mergeable()[space]
-    assert not merges.find_mergeable()[marks].any()
+    mergeable = merges.mergeable.numpy()
+    assert mergeable[space]
+    assert not mergeable[marks].any()
     assert merges.among((space,), marks).tolist() == [-1] * len(marks)
     everything = np.arange(drafter.vocab_size, dtype=np.int32)
     for path in ((marks[0],), (space, marks[0]), (marks[0], space)):

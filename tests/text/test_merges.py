@@ -171,7 +171,7 @@ def test_the_last_space_is_left_to_the_word_after_it(family: dict[str, TextToken
 def test_what_goes_on(family: dict[str, TextTokenizer]) -> None:
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     merges = merges_of(target, drafter)
-    able = merges.find_mergeable()
+    able = merges.mergeable
     assert able.any()
     assert able.tolist() == [merges.goes_on((d,)) for d in range(drafter.vocab_size)]
     path = [drafter.token_bytes.index(bytes([byte])) for byte in b" retur"]

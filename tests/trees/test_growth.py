@@ -243,7 +243,7 @@ def test_a_race_tree_of_the_target_itself() -> None:
         node = first
     tree = growth.tree.best(12)
     check_shares(tree)
-    for node, feed in growth.feeds.items():
+    for feed, node in growth.feeds.items():
         assert feed == (growth.tree.tokens[node], growth.tree.parents[node])
     batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents])
     paths = [(), *paths_of(tree)]
@@ -265,9 +265,9 @@ def test_what_a_drafter_token_spells_further_is_certain() -> None:
     columns.append(np.array([0.5, 0.4, 0.1]))
     growth = RaceTreeBuilder(spellings.__getitem__, by_lead)
     growth.arrived(ROOT, columns)
-    assert [tuple(growth.path(node)) for node in growth.feeds] == [(8, 9, 7), (7,)]
-    assert list(growth.feeds.values()) == [(1, ROOT), (0, ROOT)]
-    assert [growth.to_feed([token]) for token in (1, 0)] == list(growth.feeds)
+    assert [tuple(growth.path(node)) for node in growth.feeds.values()] == [(8, 9, 7), (7,)]
+    assert list(growth.feeds) == [(1, ROOT), (0, ROOT)]
+    assert [growth.to_feed([token]) for token in (1, 0)] == list(growth.feeds.values())
     assert growth.tree.tokens == [8, 7, 9, 7]
     assert growth.leads == pytest.approx([0.0, np.log(2.0), 0.0, 0.0])
     assert growth.shares == [0.5, 0.4, 1.0, 1.0]

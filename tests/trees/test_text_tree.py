@@ -9,8 +9,7 @@ from toys import toy
 
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.context import Context
-from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
-from vllm_hetero_spec.trees.text_tree import beside_a_chain, text_trees
+from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder, text_trees
 from vllm_hetero_spec.trees.walk import ROOT
 
 LETTERS = [bytes([letter]) for letter in b"abcdefgh "]
@@ -74,9 +73,8 @@ def test_requests_are_translated_together(bridge: Bridge) -> None:
 
 def test_siblings_of_a_chain(bridge: Bridge) -> None:
     """Known rows of the drafter give other spellings as siblings, without more steps."""
-    growth = beside_a_chain(
-        [0, 1, 2], [[0, 9], [3, 1], [2, 3]], [[0.8, 0.1], [0.2, 0.7], [0.6, 0.3]]
-    )
+    growth = TreeBuilder()
+    growth.offer_along([0, 1, 2], [[0, 9], [3, 1], [2, 3]], [[0.8, 0.1], [0.2, 0.7], [0.6, 0.3]])
     assert None not in [growth.to_feed(path) for path in ([0, 1, 2], [0, 1, 3], [0, 3], [9])]
     assert growth.to_feed([0, 1]) is None  # it has been fed already
     (tree,) = text_trees([growth], [opened(bridge, [8])], [9], bridge.to_target, 20)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_hetero_spec.text.cuts import ANY_WORD
@@ -29,7 +30,13 @@ class Merges:
     The bytes of mu(d, e) must begin the joined bytes and end inside e or at its end. mu is
     undefined for control tokens, for tokens that the target cannot spell, and for d outside the
     intersection of the vocabularies. In a path, only the first token must be in the intersection.
-    `maps` include control tokens.
+
+    Args:
+        maps: Maps that include control tokens.
+        device: Device of `mergeable`.
+
+    Attributes:
+        mergeable: float32 [V_D], 1 if `goes_on` of the single drafter token, otherwise 0.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class Merges:
         target: TextTokenizer,
         drafter: TextTokenizer,
         maps: VocabularyMaps,
+        device: torch.device | str = "cpu",
         *,
         memo_pairs: int = MEMO_PAIRS,
     ) -> None:
@@ -44,20 +52,16 @@ class Merges:
         self._target_strings = sorted({data for data in target.token_bytes if data})
         order = [d for d in range(drafter.vocab_size) if self._is_text(d)]
         order.sort(key=drafter.token_bytes.__getitem__)
-        self._order = np.array(order, np.int32)  # drafter ids by their bytes
         self._strings = [drafter.token_bytes[d] for d in order]
-        self._place = np.full(drafter.vocab_size, -1, np.int32)  # of each drafter id in _order
-        self._place[self._order] = np.arange(len(order))
+        self._place = np.full(drafter.vocab_size, -1, np.int32)  # of each drafter id in _strings
+        self._place[order] = np.arange(len(order))
         self._ranges = lru_cache(MEMO_RANGES)(self._find_ranges)
         self._pairs: dict[tuple[bytes, int], int] = {}
         self._memo_pairs = memo_pairs
-
-    def find_mergeable(self) -> NDArray[np.bool_]:
-        """Return `goes_on` of each single drafter token, [V_D]."""
-        able = np.zeros(self._drafter.vocab_size, bool)
-        for d in self._order.tolist():
-            able[d] = self.goes_on((d,))
-        return able
+        mergeable = np.zeros(drafter.vocab_size, np.float32)
+        for d in order:
+            mergeable[d] = self.goes_on((d,))
+        self.mergeable = torch.from_numpy(mergeable).to(device)
 
     def goes_on(self, path: Sequence[int]) -> bool:
         """Return True if the bytes of a path are a proper prefix of some target token."""
@@ -86,6 +90,15 @@ class Merges:
         result[possible] = [self._pairs[data, e] for e in asked]
         return result
 
+    def spell(self, d: int) -> Sequence[int]:
+        """Return the target tokens that spell a drafter token."""
+        return self._maps.target_tokens(d).tolist()
+
+    def rest(self, path: Sequence[int], merged: int) -> Sequence[int]:
+        """Return the target tokens of a path's bytes after its first target token `merged`."""
+        spelled = self._drafter.decode_bytes(path)
+        return self._target.encode_bytes(spelled[len(self._target.token_bytes[merged]) :])
+
     def _joined(self, path: Sequence[int]) -> bytes:
         """Return the bytes of a path; empty if mu is undefined for it."""
         if self._maps.d2t[path[0]] < 0 or any(self._place[d] < 0 for d in path):
@@ -93,7 +106,7 @@ class Merges:
         return b"".join([self._drafter.token_bytes[d] for d in path])
 
     def _find_ranges(self, data: bytes) -> NDArray[np.int32]:
-        """Return ascending begins and ends of the ranges of `_order` that may merge, [2, n]."""
+        """Return ascending begins and ends of the ranges of `_strings` that may merge, [2, n]."""
         strings = self._target_strings
         ranges = []
         index = bisect_right(strings, data) if data else len(strings)

@@ -21,20 +21,80 @@ Readable form: `slrs_n` of `tests/oracle/reference.py`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.slrs.pair_merges import PairMerges
-from vllm_hetero_spec.slrs.path import SlrsFeed, SlrsPath
+from vllm_hetero_spec.slrs.merges import Merges
 from vllm_hetero_spec.slrs.tree import Node, SlrsCandidate, SlrsTree
 from vllm_hetero_spec.verify.noise import DRAFT, choose, keys_of, slices, uniform
 
 PARTNERS = 64  # most likely tokens after a path that may merge; others count as not merging
+
+
+class SlrsFeed(Protocol):
+    """Forward of the drafter."""
+
+    def __call__(
+        self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
+    ) -> torch.Tensor:
+        """Feed ids to paths, after their `written` tokens.
+
+        Args:
+            indices: Indices of the paths, [n].
+            ids: At least one per path, [n].
+            side_branches: Number of last entries that are side branches: they do not change the KV
+                of their requests.
+
+        Returns:
+            Probabilities of the next drafter token, float32 [n, V_D].
+        """
+
+
+@dataclass
+class SlrsPath:
+    """Draft of one request.
+
+    Attributes:
+        steps: Number of drafter tokens that may still be drawn.
+        wanted: Draft length in target tokens at which drafting stops.
+        side_branches: Number of tokens that can be fed in one step beside the chain.
+        fed: Number of leading tokens of `drafted` with KV.
+        ahead: Number of undrawn tokens of the chain with KV, after the `fed` ones.
+        row_of: Row of `draft_probs` of each target id; -1 if it was certain.
+        numbers: Count of random numbers already used.
+    """
+
+    steps: int
+    wanted: int
+    side_branches: int = 0
+    drafted: list[int] = field(default_factory=list)
+    fed: int = 0
+    ahead: int = 0
+    proposal: list[int] = field(default_factory=list)
+    row_of: list[int] = field(default_factory=list)
+    seed: int = 0
+    place: int = 0
+    numbers: int = 0
+
+    @property
+    def written(self) -> int:
+        """Number of tokens of the draft and its chain with KV."""
+        return self.fed + self.ahead
+
+    @property
+    def unfed(self) -> list[int]:
+        """Last tokens of the draft, which have no KV yet."""
+        return self.drafted[self.fed :]
+
+    @property
+    def draws(self) -> int:
+        """Largest number of target tokens that a new path may draw."""
+        return max(0, min(self.steps, self.wanted))
 
 
 class MergeSpan(NamedTuple):
@@ -45,35 +105,23 @@ class MergeSpan(NamedTuple):
         candidates: Number of most likely tokens after which the drafter is run, m.
     """
 
-    tokens: int = 2
-    candidates: int = 1
-
-    @property
-    def name(self) -> str:
-        """Name in results, for example slrs_2 or slrs_2_of_8."""
-        return f"slrs_{self.tokens}" + (f"_of_{self.candidates}" if self.candidates > 1 else "")
+    tokens: int
+    candidates: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlrsMethod(SampledMethod):
     """A sampled drafting method that may use SLRS-n; `merging` has its longer target tokens."""
 
-    merging: PairMerges
+    merging: Merges
     merge_span: MergeSpan
 
 
 class Slrs:
     """Drafts a batch by SLRS-n; `span` is n, and `ends` are drafter ids that end a draft."""
 
-    def __init__(
-        self,
-        tokens: TokenMap,
-        merges: PairMerges,
-        ends: frozenset[int],
-        span: int = 2,
-    ) -> None:
-        self._tokens, self._merges, self._ends = tokens, merges, ends
-        self._span = span
+    def __init__(self, tokens: TokenMap, merges: Merges, ends: frozenset[int], span: int) -> None:
+        self._tokens, self._merges, self._ends, self._span = tokens, merges, ends, span
 
     def draft(self, rows: torch.Tensor, paths: Sequence[SlrsPath], feed: SlrsFeed) -> torch.Tensor:
         """Fill the paths with drafts; synchronizes with the device.

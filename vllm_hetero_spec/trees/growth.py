@@ -11,11 +11,12 @@ continuations. Each leaf is translated as a whole, and the value of a target tok
 all leaves whose translation begins with its path.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.trees.walk import ROOT
 
 
@@ -163,6 +164,20 @@ class TreeBuilder:
                 self._unfed.add(child)
         return list(range(first, len(tree.tokens)))
 
+    def offer_along(
+        self,
+        path: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        shares: Sequence[Sequence[float]],
+        node: int = ROOT,
+    ) -> None:
+        """Offer the likely tokens of each row along a path that begins at a node.
+
+        `tokens` are the most likely tokens of each row, including the path's.
+        """
+        for token, beside, probabilities in zip(path, tokens, shares, strict=False):
+            node = self.offer(node, beside, probabilities)[beside.index(token)]
+
     def to_feed(self, path: Sequence[int], node: int | None = ROOT) -> int | None:
         """Return the descendant of a node by its path; None if it is unknown, fed or an end."""
         for token in path:
@@ -198,3 +213,32 @@ class TreeBuilder:
         for node, mass in sorted(masses, key=lambda leaf: -leaf[1]):
             if mass > 0 and node != ROOT:
                 yield self.path(node), mass
+
+
+def text_trees(
+    growths: Sequence[TreeBuilder],
+    contexts: Sequence[Context],
+    limits: Sequence[int],
+    to_target: Callable[..., list[list[int]]],
+    leaves: int,
+) -> list[ScoredTree]:
+    """Translate trees of drafter tokens, one per request, to trees in order of decreasing value.
+
+    Args:
+        limits: Largest depth of each tree, in target tokens.
+        to_target: `Bridge.to_target`; translates all paths in one call.
+        leaves: Largest number of unfed nodes to translate per request, in addition to its fed ones.
+    """
+    found = [list(growth.leaves(leaves)) for growth in growths]
+    owners = [place for place, own in enumerate(found) for _ in own]
+    texts = iter(
+        to_target(
+            [contexts[place] for place in owners],
+            [path for own in found for path, _ in own],
+            [limits[place] for place in owners],
+        )
+    )
+    trees = [
+        ScoredTree.spelt([next(texts) for _ in own], [mass for _, mass in own]) for own in found
+    ]
+    return [tree.best(len(tree.tokens)) for tree in trees]

@@ -7,7 +7,6 @@ spells are certain.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,18 +17,11 @@ from vllm_hetero_spec.trees.growth import TreeBuilder
 Chances = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
-class RaceFeed(NamedTuple):
-    """A drafter token to feed; `behind` is the node, or ROOT, whose row it comes from."""
-
-    token: int
-    behind: int
-
-
 class RaceTreeBuilder(TreeBuilder):
     """Grows a tree of target tokens for a request with races.
 
     Attributes:
-        feeds: Drafter tokens of the nodes that may be fed.
+        feeds: Nodes that may be fed, by (drafter token, the node or ROOT whose row it comes from).
         leads: Log of the first arrival's lead over each node.
         shares: Probability of each node in its row; 1 for a certain token.
     """
@@ -42,7 +34,7 @@ class RaceTreeBuilder(TreeBuilder):
     ) -> None:
         super().__init__(ends)
         self._spell, self._chances = spell, chances
-        self.feeds: dict[int, RaceFeed] = {}
+        self.feeds: dict[tuple[int, int], int] = {}
         self.leads: list[float] = []
         self.shares: list[float] = []
 
@@ -69,7 +61,7 @@ class RaceTreeBuilder(TreeBuilder):
                 (last,) = self.offer(last, [token], [value])
                 self.leads.append(0.0)
                 self.shares.append(1.0)
-            self.feeds[last] = RaceFeed(drafter_token, node)
+            self.feeds.setdefault((drafter_token, node), last)
 
     def _child(self, node: int, token: int) -> int | None:
-        return next((child for child, feed in self.feeds.items() if feed == (token, node)), None)
+        return self.feeds.get((token, node))

@@ -108,23 +108,12 @@ class PrecomputedDrafts:
         return tokens, seconds
 
     def looked_up(self, rank: int | None, guesses: int) -> None:
-        """Learn which precomputed draft was found.
-
-        Args:
-            rank: Index of its continuation, 0 for the chain; None if all were wrong.
-            guesses: Number of branches beside the chain.
-        """
+        """Learn which precomputed draft was found; arguments as in `GuessHits.observe`."""
         if self._control.controller.policy is not None:  # None for a probe
             self.late.hits.observe(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """Choose the number of branches beside each chain, at most `most`.
-
-        Args:
-            drafting: Number of chains.
-            longest: Target tokens of the longest draft.
-            each: Drafter tokens per target token.
-        """
+        """Choose the number of branches beside each chain, see `LateDrafts.guesses`."""
         policy = self._control.controller.policy
         if policy is None:
             return most

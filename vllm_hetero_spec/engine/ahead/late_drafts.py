@@ -4,21 +4,61 @@
 A draft that was not precomputed follows a token that the drafter did not predict, so fewer of its
 tokens tend to be accepted. Initially the target waits for none: precomputed drafts cost next to
 nothing, and show how good the drafter is.
+
+A line is the chain, or the draft behind a guessed token. Lines are counted by rank, the most likely
+first, which gives the gain of one more guess.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_hetero_spec.engine.ahead.guess_hits import GuessHits
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
+_WEIGHT = 4.0  # look-ups that what is thought of a line before any is worth
+# Weight of a look-up relative to the next: half after 70, some seconds. The rate of a line that was
+# not drafted for long returns to its prior, so that it is tried again.
+_KEEP_HITS = 0.99
 _STARTED = 0.5  # share of a drafter step; it has to end before one for the new text begins
 # Steps in a row without waiting until late drafts are treated like others, to measure them again:
 # texts change, and a wait in vain takes about half of a step.
 _TRIED_EVERY = 16
 _KEEP = 0.95  # weight of a late draft relative to the next: about 20 count
 _PRIOR = 0.25  # expected tokens of a late draft before any was waited for, none of them accepted
+
+
+class GuessHits:
+    """Hit rates of lines by rank; rank 0 is the chain's."""
+
+    def __init__(self) -> None:
+        self._counts: list[list[float]] = []  # of each rank: look-ups, hits
+
+    def observe(self, rank: int | None, guesses: int) -> None:
+        """Add a look-up.
+
+        Args:
+            rank: Rank of the line that was hit; None if none was.
+            guesses: Number of lines beside the chain.
+        """
+        self._counts += [[0.0, 0.0] for _ in range(1 + guesses - len(self._counts))]
+        for line, counts in enumerate(self._counts):
+            counts[0] = _KEEP_HITS * counts[0] + (line <= guesses)
+            counts[1] = _KEEP_HITS * counts[1] + (line == rank)
+
+    def chances(self, guesses: int) -> list[float]:
+        """Return P[any line up to each rank is hit], for the chain alone, with one guess, ...
+
+        The prior of a line is half of the probability that the lines before it miss, and at most
+        the rate of the previous line.
+        """
+        reached, last, found = 0.0, 1.0, []
+        for line in range(1 + guesses):
+            seen, hits = self._counts[line] if line < len(self._counts) else (0.0, 0.0)
+            prior = min(last, 0.5 * (1.0 - reached))
+            last = (hits + _WEIGHT * prior) / (seen + _WEIGHT)
+            reached = min(reached + last, 1.0)
+            found.append(reached)
+        return found
 
 
 class LateDrafts:
@@ -48,18 +88,12 @@ class LateDrafts:
     def wait(
         self, policy: StepPolicy, missing: Sequence[int], longest: int, each: float, unread: int
     ) -> tuple[int, float]:
-        """Decide whether the target waits for drafts that were not precomputed.
+        """Decide whether the target waits, as `PrecomputedDrafts.wait` returns it.
 
         Args:
             policy: Prices of the present step.
             missing: Indices of the requests without a precomputed draft.
             longest: Largest draft length, in target tokens.
-            each: Drafter steps per target token.
-            unread: Context tokens that the drafter must read first.
-
-        Returns:
-            The draft length to wait for, 0 for none; and the seconds after which waiting no longer
-            pays.
         """
         acceptance, costs = policy.known.acceptance, policy.known.costs
         price, step = policy.tokens_per_second, costs.drafter(len(missing))

@@ -16,7 +16,7 @@ from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
-from vllm_hetero_spec.slrs.pair_merges import PairMerges
+from vllm_hetero_spec.slrs.merges import Merges
 from vllm_hetero_spec.slrs.slrs import MergeSpan, SlrsMethod
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import PairMeter, documents_of
@@ -81,7 +81,7 @@ def sampling_of(
         tokens,
         lengths,
         spelling.tokens,
-        merging=PairMerges(pair.target, pair.drafter, maps, device),
+        merging=Merges(pair.target, pair.drafter, maps, device),
         merge_span=MergeSpan(span(size), options.merge_candidates),
     )
 

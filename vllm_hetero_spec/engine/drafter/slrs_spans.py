@@ -17,8 +17,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
-from vllm_hetero_spec.slrs.path import SlrsPath
-from vllm_hetero_spec.slrs.slrs import Slrs, SlrsMethod
+from vllm_hetero_spec.slrs.slrs import Slrs, SlrsMethod, SlrsPath
 
 
 class SlrsSpans(RoundExtension):

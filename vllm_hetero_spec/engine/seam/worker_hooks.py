@@ -147,12 +147,12 @@ def _hook_v2() -> type:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from vllm_hetero_spec.engine.seam import async_scheduling
-    from vllm_hetero_spec.engine.trees import state_v2
+    from vllm_hetero_spec.engine.trees import attention_v2
 
     patching.replace(GPUModelRunner, "load_model", "load drafter", _load_v2)
     patching.replace(GPUModelRunner, "execute_model", "step", _execute_v2)
     patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
-    state_v2.install()
+    attention_v2.install()
     async_scheduling.capture_all_tiers(cudagraph_utils)
     return GPUModelRunner
 
@@ -270,9 +270,9 @@ def _load_v2(original: _Original) -> _Original:
         answer = original(runner, *args, **kwargs)
         if drafter := _ours(runner.speculator, "proposer"):
             runner.drafter = drafter  # the same attribute as on V1
-            from vllm_hetero_spec.engine.trees import state_v2
+            from vllm_hetero_spec.engine.trees import attention_v2
 
-            runner.speculator.load(runner, state_v2.trees_of(runner))
+            runner.speculator.load(runner, attention_v2.trees_of(runner))
         return answer
 
     return load_model

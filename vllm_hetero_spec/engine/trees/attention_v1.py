@@ -6,9 +6,9 @@ also contain the branches.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,24 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class _Shown(NamedTuple):
-    """Replacements of the runner's buffers, for S sequences.
-
-    Attributes:
-        starts, starts_there: int32 [S + 1], query starts on the host and on the device.
-        lengths, lengths_there: int32 [S], sequence lengths on the host and on the device.
-        tables: int32 [S, width], block table of each KV cache group.
-        longest: Largest number of rows of a sequence.
-    """
-
-    starts: torch.Tensor
-    starts_there: torch.Tensor
-    lengths: torch.Tensor
-    lengths_there: torch.Tensor
-    tables: Sequence[torch.Tensor]
-    longest: int
-
-
 class BranchSequencesV1(BranchSequences):
     """Branch sequences of one worker of Model Runner V1."""
 
@@ -49,7 +31,9 @@ class BranchSequencesV1(BranchSequences):
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)
-        self._shown: _Shown | None = None
+        # What replaces an attribute of an object: (object, attribute, buffer).
+        self._shown: list[tuple[Any, str, Any]] = []
+        self._sizes: dict[str, int] = {}
 
     def own_block(self, request: int, group: int, column: int) -> int:
         table = self._runner.input_batch.block_table[group].block_table.np
@@ -58,14 +42,19 @@ class BranchSequencesV1(BranchSequences):
     def plan_step(self, output: "SchedulerOutput", scheduled: np.ndarray) -> None:
         """Plan the trees of a step, before the runner prepares its inputs."""
         assert not self.uneven, "accepted branch KV of the previous step was not committed"
-        self.begin()
+        self.on_step_start(output)
         batch, drafted = self._runner.input_batch, output.scheduled_spec_decode_tokens
-        self.keep(self._runner.requests)
+        for req_id in self._drafted.keys() - self._runner.requests.keys():
+            del self._drafted[req_id]
         drafts = [drafted.get(req_id, []) for req_id in batch.req_ids]
         for req_id, draft, start in zip(
             batch.req_ids, drafts, batch.num_computed_tokens_cpu, strict=False
         ):
-            self.match(req_id, draft, int(start))
+            tree = self._drafted.get(req_id)
+            if tree is not None and (
+                tree.start != start or tree.rows.tokens[: len(draft)] != draft
+            ):
+                del self._drafted[req_id]  # not the draft to verify, or not the tokens with KV
         self.before_forward(
             list(batch.req_ids), scheduled.tolist(), [len(draft) for draft in drafts]
         )
@@ -75,16 +64,15 @@ class BranchSequencesV1(BranchSequences):
         step, runner = self._step, self._runner
         if step is None:
             return
-        plan, tables = step.plans[0], runner.input_batch.block_table
+        plan, count = step.plans[0], len(step.plans)
+        tables = [runner.input_batch.block_table[group] for group in range(count)]
         starts = runner.input_batch.num_computed_tokens_cpu[: len(step.req_ids)].astype(np.int64)
         of_row = plan.request_of[np.searchsorted(plan.query_starts, plan.rows, "right") - 1]
         query_starts = plan.query_starts.astype(np.int32)
         lengths = (starts[plan.request_of] + plan.counts).astype(np.int32)
-        lines = []
-        for group, of_group in enumerate(step.plans):
-            line = tables[group].block_table.np[plan.request_of]
+        lines = [table.block_table.np[plan.request_of] for table in tables]
+        for line, of_group in zip(lines, step.plans, strict=True):
             line[of_group.lines[:, 0], of_group.lines[:, 1]] = of_group.lines[:, 2]
-            lines.append(line)
         is_tree, starts_there, lengths_there, rows, positions, *of_groups = self._send(
             np.array([tree is not None for tree in step.trees]),
             query_starts,
@@ -95,41 +83,31 @@ class BranchSequencesV1(BranchSequences):
             *lines,
         )
         runner.positions[rows] = positions
-        for group in range(len(step.plans)):
-            tables[group].slot_mapping.gpu[rows] = of_groups[group]
-        self._shown = _Shown(
-            torch.from_numpy(query_starts),
-            starts_there,
-            torch.from_numpy(lengths),
-            lengths_there,
-            of_groups[len(step.plans) :],
-            int(plan.counts.max()),
-        )
+        starts_of_all = SimpleNamespace(cpu=torch.from_numpy(query_starts), gpu=starts_there)
+        self._shown = [
+            (runner, "query_start_loc", starts_of_all),
+            (runner, "seq_lens", lengths_there),
+            (runner, "optimistic_seq_lens_cpu", torch.from_numpy(lengths)),
+        ]
+        for table, slots, line in zip(tables, of_groups[:count], of_groups[count:], strict=True):
+            table.slot_mapping.gpu[rows] = slots
+            self._shown.append((table, "block_table", SimpleNamespace(gpu=line)))
+        self._sizes = {"num_reqs": len(lengths), "max_query_len": int(plan.counts.max())}
         self.laid_out(is_tree)
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[dict[str, Any]]:
+    def shown(self) -> Iterator[dict[str, int]]:
         """Replace the runner's buffers while it builds attention metadata.
 
         Yields:
             Changed keyword arguments of `_build_attention_metadata`.
         """
-        runner, shown = self._runner, self._shown
-        assert shown is not None, "no branch was laid out"
-        tables = [runner.input_batch.block_table[group] for group in range(len(shown.tables))]
-        held = runner.query_start_loc, runner.seq_lens, runner.optimistic_seq_lens_cpu
-        held_tables = [table.block_table for table in tables]
-        starts = SimpleNamespace(cpu=shown.starts, gpu=shown.starts_there)
-        runner.query_start_loc, runner.seq_lens = starts, shown.lengths_there
-        runner.optimistic_seq_lens_cpu = shown.lengths
-        for table, lines in zip(tables, shown.tables, strict=True):
-            table.block_table = SimpleNamespace(gpu=lines)
-        try:
-            yield {"num_reqs": len(shown.lengths), "max_query_len": shown.longest}
-        finally:
-            runner.query_start_loc, runner.seq_lens, runner.optimistic_seq_lens_cpu = held
-            for table, own in zip(tables, held_tables, strict=True):
-                table.block_table = own
+        assert self._shown, "no branch was laid out"
+        with contextlib.ExitStack() as own:
+            for owner, name, buffer in self._shown:
+                own.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, buffer)
+            yield self._sizes
 
 
 def trees_of(runner: "GPUModelRunner") -> BranchSequencesV1 | None:

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft trees on Model Runner V2: add branches to the batch from which attention metadata is built.
 
-V2 passes its batch to the model state (`state_v2`), which builds the metadata.
+V2 passes its batch to the model state, which builds the metadata.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
+from vllm_hetero_spec.engine.trees.scratch import nodes_of
 from vllm_hetero_spec.trees.layout import BranchPlan
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+logger = logging.getLogger("vllm.hetero_spec")
 
 
 class BranchSequencesV2(BranchSequences):
@@ -36,13 +44,13 @@ class BranchSequencesV2(BranchSequences):
         return self._blocks[self._step.req_ids[request]][group][column]
 
     def on_step_start(self, output: "SchedulerOutput") -> None:
-        self.begin()
+        super().on_step_start(output)
         for req_id in output.finished_req_ids:
             self._blocks.pop(req_id, None)
-            self.forget(req_id)
+            self._drafted.pop(req_id, None)
         for new in output.scheduled_new_reqs:  # including resumed ones
             self._blocks[new.req_id] = [list(blocks) for blocks in new.block_ids]
-            self.forget(new.req_id)
+            self._drafted.pop(new.req_id, None)
         cached = output.scheduled_cached_reqs
         for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             for own, more in zip(self._blocks[req_id], blocks or (), strict=False):
@@ -115,3 +123,54 @@ class BranchSequencesV2(BranchSequences):
             is_prefilling_np=batch.is_prefilling_np[of],
             idx_mapping_np=batch.idx_mapping_np[of],
         )
+
+
+class TreeModelState(DefaultModelState):
+    """State of a target whose drafts may be trees."""
+
+    branches: BranchSequencesV2 | None = None  # set by `trees_of`
+
+    def prepare_attn(
+        self,
+        input_batch: "InputBatch",
+        cudagraph_mode: "CUDAGraphMode",
+        block_tables: Sequence[torch.Tensor],
+        slot_mappings: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if self.branches is not None:
+            input_batch, block_tables = self.branches.expand(
+                input_batch, block_tables, slot_mappings
+            )
+        metadata: dict[str, Any] = super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, *args, **kwargs
+        )
+        return metadata
+
+
+def trees_of(runner: "GPUModelRunner") -> BranchSequencesV2 | None:
+    """Create a runner's draft trees; return None, and log why if its target supports none."""
+    if not nodes_of(runner.vllm_config):
+        return None
+    state = runner.model_state
+    if not isinstance(state, TreeModelState):
+        logger.warning("Draft trees disabled: %s prepares attention.", type(state).__name__)
+        return None
+    state.branches = BranchSequencesV2(runner)
+    return state.branches
+
+
+def install() -> None:
+    """Patch the model states of this process. Idempotent; no effect without trees."""
+    import vllm.v1.worker.gpu.model_states as states
+
+    patching.replace(states, "resolve_model_state_cls", "trees", _wrap_resolve)
+
+
+def _wrap_resolve(original: patching.Function) -> patching.Function:
+    def resolve_model_state_cls(config: "VllmConfig", model: torch.nn.Module) -> type:
+        found: type = original(config, model)
+        return TreeModelState if found is DefaultModelState and nodes_of(config) else found
+
+    return resolve_model_state_cls

@@ -7,7 +7,7 @@ adds. Once the step's tokens are known, the KV of accepted branch tokens is copi
 request's own blocks.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,16 +114,8 @@ class BranchSequences:
         """Return a block id of a request, by its index in the batch."""
         raise NotImplementedError
 
-    def begin(self) -> None:
-        """Begin a step: reset the state of the previous one."""
-        self._step, self._is_tree, self.nodes, self.again = None, None, {}, {}
-
-    def forget(self, req_id: str) -> None:
-        """Drop the pending draft of a request that has finished or starts again."""
-        self._drafted.pop(req_id, None)
-
     def on_step_start(self, output: "SchedulerOutput") -> None:
-        self.begin()
+        self._step, self._is_tree, self.nodes, self.again = None, None, {}, {}
 
     def expect(self, drafts: Sequence[Draft], keeps_chain: Callable[[str], bool]) -> None:
         trees = {draft.req_id: draft.rows for draft in drafts if draft.rows is not None}
@@ -145,17 +137,6 @@ class BranchSequences:
             rows = expected.get(req_id)
             if rows is not None and (drafts is None or rows.tokens == drafts[req_id]):
                 self._drafted[req_id] = _PendingTree(rows, lengths[req_id] - 1)
-
-    def keep(self, live: Container[str]) -> None:
-        """Drop the drafts of all requests that are not in `live`."""
-        for req_id in [req_id for req_id in self._drafted if req_id not in live]:
-            self.forget(req_id)
-
-    def match(self, req_id: str, draft: Sequence[int], start: int) -> None:
-        """Drop a request's tree unless it matches the draft to verify and the tokens with KV."""
-        tree = self._drafted.get(req_id)
-        if tree is not None and (tree.start != start or tree.rows.tokens[: len(draft)] != draft):
-            self.forget(req_id)
 
     def before_forward(
         self, req_ids: Sequence[str], scheduled: Sequence[int], lengths: Sequence[int]
@@ -189,9 +170,17 @@ class BranchSequences:
         self._step = _Step(req_ids, lengths, trees, plans)
 
     def laid_out(self, is_tree: torch.Tensor) -> None:
-        """Finish the preparation of the step: copy the tails."""
+        """Copy the requests' last partial blocks to the first scratch block of each branch.
+
+        `is_tree` is `TreesView.is_tree`.
+        """
+        assert self._step is not None, "no branch was planned"
         self._is_tree = is_tree
-        self.copy_tails()
+        self._copy(
+            (self.own_block(request, group, column), block)
+            for group, plan in enumerate(self._step.plans)
+            for request, column, block in plan.tails
+        )
 
     def view(self) -> "BatchTrees | None":
         if self._step is None:
@@ -206,7 +195,7 @@ class BranchSequences:
     def after_sampling(self, emitted: Mapping[str, Sequence[int]]) -> None:
         step = self._step
         assert step is not None, "no branch was planned"
-        sizes = block_sizes_of(self._runner.kv_cache_config)
+        _, _, _, sizes = self._bounds
         pairs: list[tuple[int, int]] = []
         for request, (req_id, tree) in enumerate(zip(step.req_ids, step.trees, strict=True)):
             if tree is None or not emitted[req_id]:
@@ -222,15 +211,6 @@ class BranchSequences:
                     pairs.append((block, self.own_block(request, group, column)))
         self._copy(pairs)
         self._step = None
-
-    def copy_tails(self) -> None:
-        """Copy the requests' last partial blocks to the first scratch block of each branch."""
-        assert self._step is not None, "no branch was planned"
-        self._copy(
-            (self.own_block(request, group, column), block)
-            for group, plan in enumerate(self._step.plans)
-            for request, column, block in plan.tails
-        )
 
     def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy blocks of the KV cache, each (from, to)."""

@@ -29,7 +29,11 @@ def agree(runner: Any, branches: TreeAdapter, graphs: Collection[CUDAGraphMode])
     reason = _why_not(runner, branches)
     if reason:
         logger.warning("Draft trees disabled: %s.", reason)
-    supported = _on_every_rank(not reason)
+    supported, group = not reason, get_tp_group()
+    if group.world_size > 1:  # to verify a tree as a chain would be wrong
+        votes = torch.tensor([supported], dtype=torch.int32)
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        supported = bool(votes[0])
     mode = runner.vllm_config.compilation_config.cudagraph_mode
     if supported and mode not in (None, CUDAGraphMode.NONE) and mode.mixed_mode() not in graphs:
         logger.info(
@@ -38,16 +42,6 @@ def agree(runner: Any, branches: TreeAdapter, graphs: Collection[CUDAGraphMode])
             mode.name,
         )
     return supported
-
-
-def _on_every_rank(supported: bool) -> bool:
-    """Return True if all ranks support trees: to verify a tree as a chain would be wrong."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return supported
-    votes = torch.tensor([supported], dtype=torch.int32)
-    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(votes[0])
 
 
 def _why_not(runner: Any, branches: TreeAdapter) -> str:
