@@ -23,7 +23,12 @@ PACKAGE = Path(vllm_hetero_spec.__file__).parent
 LINES, FILES = 5200, 52
 FEW = 20  # lines; a file with fewer contributes a property or a small helper
 # Files of each part of a round. If one did not run, nothing was drafted or verified.
-PARTS = ("drafter/decode_loop", "drafter/draft_batch", "verifier/verdict", "seam/runner_v2")
+PARTS = (
+    "drafter/decode_loop",
+    "drafter/draft_batch",
+    "verifier/rejection_sampler_v2",
+    "seam/runner_v2",
+)
 
 Lines = dict[str, set[int]]
 

@@ -178,9 +178,8 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
             pass
 
     drafter = Ours()
-    wrap = metrics.wrap_sample(EMPTY_MODEL_RUNNER_OUTPUT)
-    fresh = wrap(lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
-    empty = wrap(lambda self, grammar: EMPTY_MODEL_RUNNER_OUTPUT)
+    fresh = metrics.wrap_sample(lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
+    empty = metrics.wrap_sample(lambda self, grammar: EMPTY_MODEL_RUNNER_OUTPUT)
     runner = SimpleNamespace(drafter=drafter)
     output = pickle.loads(pickle.dumps(fresh(runner, None)))
     assert output.hetero_spec == {"steps": 1}

@@ -38,10 +38,9 @@ from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import HeteroRejectionSamplerV2
-from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.staging import on_host
 from vllm_hetero_spec.verify.drafts import FILLER
-from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
+from vllm_hetero_spec.verify.rules import Rule, block_rule, race_rule, token_rule
 
 STEPS = 5  # num_speculative_tokens; output rows have STEPS + 1 places for every draft length
 PROMPTS = [3, 8, 2, 6, 4]

@@ -5,11 +5,47 @@ p and q are the rows of target_probs and draft_probs at a draft token, K is the 
 rule computes a residual at one place per request only: where acceptance ends.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import choose, slices
 from vllm_hetero_spec.verify.race import race
+
+# Signature of `token_rule`.
+Rule = Callable[[DraftBatch, torch.Tensor, torch.Tensor], Verdict]
+
+
+def verdict_of(
+    rule: Rule,
+    drafts: DraftBatch,
+    bonus: torch.Tensor,
+    is_greedy: torch.Tensor | bool,
+    best: Callable[[], torch.Tensor],
+    target_probs: Callable[[], torch.Tensor],
+) -> Verdict:
+    """Verify greedy requests by comparison and sampled requests by the rule, independently.
+
+    Args:
+        rule: Verification rule for sampled requests.
+        drafts: N draft tokens of B requests.
+        bonus: int64 [B], the target's choice after each draft.
+        is_greedy: bool [B], True for greedy requests; one value if all are alike.
+        best: Returns the target's likeliest token at each draft token, int64 [N]. Called only for
+            greedy requests, and before `target_probs`.
+        target_probs: Returns float32 [N, V]. Called only for sampled requests.
+    """
+    if isinstance(is_greedy, bool):
+        if is_greedy:
+            return greedy_rule(drafts, best(), bonus)
+        return rule(drafts, target_probs(), bonus)
+    greedy = greedy_rule(drafts, best(), bonus)
+    verdict = rule(drafts, target_probs(), bonus)
+    return Verdict(
+        torch.where(is_greedy[:, None], greedy.tokens, verdict.tokens),
+        torch.where(is_greedy, greedy.accepted, verdict.accepted),
+    )
 
 
 def token_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor) -> Verdict:

@@ -11,6 +11,8 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from vllm_hetero_spec.engine.compat.releases import series_of
@@ -76,21 +78,17 @@ def changes(vllm_root: Path | zipfile.Path, release: str) -> Iterator[Change]:
     `vllm_root` is the folder `vllm` of an installation or of a wheel. `release` is its series, such
     as "0.33".
     """
-    trees: dict[str, ast.Module | None] = {}
-    for seam in LEDGER:
-        if seam.release not in ("", release):
-            continue
-        if seam.file not in trees:
-            file = vllm_root / seam.file
-            parsed = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
-            trees[seam.file] = parsed
-        tree = trees[seam.file]
-        node = None if tree is None else _find(tree, seam.name.split("."))
-        if node is None:
-            yield Change(seam, f"no file {seam.file}" if tree is None else "not found")
-            continue
-        known = _names_of(node)
-        yield from (Change(seam, f"no {n!r}") for n in seam.names.split() if n not in known)
+    used = (seam for seam in LEDGER if seam.release in ("", release))
+    for name, seams in groupby(used, attrgetter("file")):
+        file = vllm_root / name
+        tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+        for seam in seams:
+            node = None if tree is None else _find(tree, seam.name.split("."))
+            if node is None:
+                yield Change(seam, f"no file {name}" if tree is None else "not found")
+                continue
+            known = _names_of(node)
+            yield from (Change(seam, f"no {n!r}") for n in seam.names.split() if n not in known)
 
 
 def changes_in_wheel(wheel: Path) -> tuple[str, str, list[Change]]:
@@ -143,15 +141,11 @@ def _names_of(node: ast.AST) -> set[str]:
         if isinstance(target, ast.Name)
     }
     for child in ast.walk(node):
-        if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-            names.add(child.target.id)
-        elif isinstance(child, ast.FunctionDef):
-            names.add(child.name)
-        elif (
-            isinstance(child, ast.Attribute)
-            and isinstance(child.ctx, ast.Store)
-            and isinstance(child.value, ast.Name)
-            and child.value.id == "self"
-        ):
-            names.add(child.attr)
+        match child:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name))
+                | ast.FunctionDef(name=name)
+                | ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self"))
+            ):
+                names.add(name)
     return names

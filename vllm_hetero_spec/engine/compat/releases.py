@@ -2,6 +2,7 @@
 """Supported vLLM releases, and differences between them."""
 
 import os
+from importlib import import_module
 from types import ModuleType
 
 from vllm_hetero_spec.errors import ConfigError
@@ -44,11 +45,5 @@ def series_of(found: str, override: str | None = None) -> tuple[int, int]:
 
 def kv_cache_planning() -> ModuleType:
     """Return vLLM's module that plans KV tensors. 0.33 moved its functions unchanged."""
-    if installed() < (0, 33):
-        from vllm.v1.core import kv_cache_utils
-
-        return kv_cache_utils
-    from vllm.v1.core import kv_cache_planning  # type: ignore[attr-defined,unused-ignore]
-
-    planning: ModuleType = kv_cache_planning
-    return planning
+    name = "kv_cache_utils" if installed() < (0, 33) else "kv_cache_planning"
+    return import_module(f"vllm.v1.core.{name}")

@@ -3,11 +3,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from functools import partial
-from operator import attrgetter
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from vllm_hetero_spec.lookahead.controllers import Gauges
 
@@ -69,107 +68,90 @@ class Metric:
     shown: str = ""
 
 
-_count, _gauge, _seconds = (partial(Metric, kind) for kind in ("counter", "gauge", "seconds"))
+def _metric(kind: Any, *described: str) -> Any:
+    """Return a field of `DraftStats`: a number, or with a label a dictionary of numbers."""
+    metric = Metric(kind, *described)
+    zero: Callable[[], Any] = Counter if metric.label else int
+    return field(default_factory=zero, metadata={"metric": metric})
+
+
+_count, _gauge, _seconds = (partial(_metric, kind) for kind in ("counter", "gauge", "seconds"))
+# ruff: noqa: RUF009 - these calls return fields
 
 
 @dataclass
 class DraftStats:
     """Counters of one worker since its start, and current estimates of its controller."""
 
-    steps: Annotated[int, _count("Steps of the target, also while speculation is disabled.")] = 0
-    off_steps: Annotated[int, _count("Steps for which the controller planned no drafts.")] = 0
-    drafts: Annotated[int, _count("Drafts proposed to the target.")] = 0
-    draft_tokens: Annotated[int, _count("Draft tokens proposed, as target tokens.")] = 0
-    copies: Annotated[int, _count("Proposed drafts copied from the request's earlier text.")] = 0
-    copied_tokens_accepted: Annotated[int, _count("Accepted tokens of such drafts.")] = 0
-    trees: Annotated[int, _count("Proposed drafts that were trees.")] = 0
-    tree_tokens: Annotated[int, _count("Draft tokens in proposed trees, as target tokens.")] = 0
-    side_tokens_accepted: Annotated[
-        int, _count("Accepted tokens of trees that were not on the drafter's own chain.")
-    ] = 0
-    paths_without_room: Annotated[
-        int, _count("Drafter paths for trees left out because KV blocks or batch rows ran out.")
-    ] = 0
-    chains: Annotated[
-        Counter[str], _count("Drafts kept to chains although tree_nodes is set.", label="because")
-    ] = field(default_factory=Counter)
-    drafter_tokens: Annotated[int, _count("Drafter tokens generated for drafts.")] = 0
-    catch_up_tokens: Annotated[int, _count("Context tokens that the drafter prefilled.")] = 0
-    forwards: Annotated[int, _count("Drafter forwards.")] = 0
-    graph_forwards: Annotated[int, _count("Drafter forwards replayed as CUDA graphs.")] = 0
-    restarted_rounds: Annotated[
-        int, _count("Drafting rounds that restarted because a first draft token was replaced.")
-    ] = 0
-    shortened_drafts: Annotated[
-        int, _count("Drafts cut to a replaced first token because the round did not restart.")
-    ] = 0
-    reused_tokens: Annotated[
-        int, _count("Context tokens whose KV was reused from another request.")
-    ] = 0
-    media_tokens: Annotated[
-        int, _count("Prompt tokens of images and other media, which the drafter skips.")
-    ] = 0
-    skipped: Annotated[
-        Counter[str], _count("Requests without a draft in a step.", label="reason")
-    ] = field(default_factory=Counter)
-    untranslated: Annotated[
-        Counter[str], _count("Contexts and drafts that could not be translated.", label="fault")
-    ] = field(default_factory=Counter)
-    drafts_ahead: Annotated[int, _count("Drafts that were precomputed.")] = 0
-    drafts_guessed: Annotated[int, _count("Precomputed drafts of a branch, not of the chain.")] = 0
-    drafts_waited: Annotated[
-        int, _count("Drafts that were not precomputed and that the target waited for.")
-    ] = 0
-    hit_rate: Annotated[
-        float, _gauge("Share of recent look-ups that found a precomputed draft.")
-    ] = 0.0
-    guesses: Annotated[int, _gauge("Current number of branches beside each chain.")] = 0
-    restarts: Annotated[int, _count("Restarts of the drafter process.")] = 0
-    lengths: Annotated[
-        Counter[int],
-        _count(
-            "Proposed drafts by the length of their longest path.", "length", "drafts_by_length"
-        ),
-    ] = field(default_factory=Counter)
-    translate_seconds: Annotated[float, _seconds("Translation between the tokenizers.")] = 0.0
-    forward_seconds: Annotated[float, _seconds("Drafter forwards and token selection.")] = 0.0
-    wait_seconds: Annotated[float, _seconds("Waiting for drafts that were not precomputed.")] = 0.0
-    propose_seconds: Annotated[
-        float, _seconds("Drafting in the engine process, including forwards that run there.")
-    ] = 0.0
-    verify_seconds: Annotated[float, _seconds("The rejection sampler.")] = 0.0
-    fuzzy_tokens: Annotated[int, _count("Tokens accepted only because of fuzzy verification.")] = 0
-    fuzzy_variation: Annotated[
-        float, _count("Total variation distance that fuzzy tokens added.")
-    ] = 0.0
-    kv_blocks: Annotated[int, _gauge("Blocks in the drafter's KV pool.")] = 0
-    kv_blocks_held: Annotated[
-        int, _gauge("Blocks of the drafter's KV pool in use after a step.")
-    ] = 0
-    requests_held: Annotated[int, _gauge("Requests whose context the drafter keeps.")] = 0
-    lookahead: Annotated[
-        int, _gauge("Current draft length in target tokens; 0 while speculation is disabled.")
-    ] = 0
-    off_fraction: Annotated[float, _gauge("Share of recent steps with speculation disabled.")] = 0.0
-    gain: Annotated[float, _gauge("Predicted speedup over the target alone.")] = 0.0
-    tokens_per_second: Annotated[
-        float, _gauge("Achieved tokens per second, as estimated by the controller.")
-    ] = 0.0
-    drafter_step_seconds: Annotated[
-        float,
-        _gauge("Predicted time of a drafter forward with a token for each request of the batch."),
-    ] = 0.0
-    target_step_seconds: Annotated[
-        float, _gauge("Predicted time of a target step without drafts for the current batch.")
-    ] = 0.0
-    acceptance: Annotated[
-        dict[int, float],
-        _gauge(
-            "Acceptance rate of a draft token if all tokens before it were accepted.",
-            "position",
-            "acceptance_rate",
-        ),
-    ] = field(default_factory=dict)
+    steps: int = _count("Steps of the target, also while speculation is disabled.")
+    off_steps: int = _count("Steps for which the controller planned no drafts.")
+    drafts: int = _count("Drafts proposed to the target.")
+    draft_tokens: int = _count("Draft tokens proposed, as target tokens.")
+    copies: int = _count("Proposed drafts copied from the request's earlier text.")
+    copied_tokens_accepted: int = _count("Accepted tokens of such drafts.")
+    trees: int = _count("Proposed drafts that were trees.")
+    tree_tokens: int = _count("Draft tokens in proposed trees, as target tokens.")
+    side_tokens_accepted: int = _count(
+        "Accepted tokens of trees that were not on the drafter's own chain."
+    )
+    paths_without_room: int = _count(
+        "Drafter paths for trees left out because KV blocks or batch rows ran out."
+    )
+    chains: Counter[str] = _count("Drafts kept to chains although tree_nodes is set.", "because")
+    drafter_tokens: int = _count("Drafter tokens generated for drafts.")
+    catch_up_tokens: int = _count("Context tokens that the drafter prefilled.")
+    forwards: int = _count("Drafter forwards.")
+    graph_forwards: int = _count("Drafter forwards replayed as CUDA graphs.")
+    restarted_rounds: int = _count(
+        "Drafting rounds that restarted because a first draft token was replaced."
+    )
+    shortened_drafts: int = _count(
+        "Drafts cut to a replaced first token because the round did not restart."
+    )
+    reused_tokens: int = _count("Context tokens whose KV was reused from another request.")
+    media_tokens: int = _count("Prompt tokens of images and other media, which the drafter skips.")
+    skipped: Counter[str] = _count("Requests without a draft in a step.", "reason")
+    untranslated: Counter[str] = _count(
+        "Contexts and drafts that could not be translated.", "fault"
+    )
+    drafts_ahead: int = _count("Drafts that were precomputed.")
+    drafts_guessed: int = _count("Precomputed drafts of a branch, not of the chain.")
+    drafts_waited: int = _count("Drafts that were not precomputed and that the target waited for.")
+    hit_rate: float = _gauge("Share of recent look-ups that found a precomputed draft.")
+    guesses: int = _gauge("Current number of branches beside each chain.")
+    restarts: int = _count("Restarts of the drafter process.")
+    lengths: Counter[int] = _count(
+        "Proposed drafts by the length of their longest path.", "length", "drafts_by_length"
+    )
+    translate_seconds: float = _seconds("Translation between the tokenizers.")
+    forward_seconds: float = _seconds("Drafter forwards and token selection.")
+    wait_seconds: float = _seconds("Waiting for drafts that were not precomputed.")
+    propose_seconds: float = _seconds(
+        "Drafting in the engine process, including forwards that run there."
+    )
+    verify_seconds: float = _seconds("The rejection sampler.")
+    fuzzy_tokens: int = _count("Tokens accepted only because of fuzzy verification.")
+    fuzzy_variation: float = _count("Total variation distance that fuzzy tokens added.")
+    kv_blocks: int = _gauge("Blocks in the drafter's KV pool.")
+    kv_blocks_held: int = _gauge("Blocks of the drafter's KV pool in use after a step.")
+    requests_held: int = _gauge("Requests whose context the drafter keeps.")
+    lookahead: int = _gauge(
+        "Current draft length in target tokens; 0 while speculation is disabled."
+    )
+    off_fraction: float = _gauge("Share of recent steps with speculation disabled.")
+    gain: float = _gauge("Predicted speedup over the target alone.")
+    tokens_per_second: float = _gauge("Achieved tokens per second, as estimated by the controller.")
+    drafter_step_seconds: float = _gauge(
+        "Predicted time of a drafter forward with a token for each request of the batch."
+    )
+    target_step_seconds: float = _gauge(
+        "Predicted time of a target step without drafts for the current batch."
+    )
+    acceptance: dict[int, float] = _gauge(
+        "Acceptance rate of a draft token if all tokens before it were accepted.",
+        "position",
+        "acceptance_rate",
+    )
 
     def __post_init__(self) -> None:
         self._shown = 0, 0  # steps and off_steps when the gauges were last set
@@ -242,20 +224,14 @@ class DraftStats:
 
     def as_dict(self) -> Counted:
         """All fields as plain numbers and dictionaries, which vLLM can serialize."""
-        return {
-            name: plain(value)
-            for (name, plain), value in zip(_PLAIN.items(), _read(self), strict=True)
-        }
+        return {name: plain(getattr(self, name)) for name, plain in _PLAIN.items()}
 
 
-METRICS: dict[str, Metric] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(DraftStats, include_extras=True).items()
+METRICS: dict[str, Metric] = {f.name: f.metadata["metric"] for f in fields(DraftStats)}
+# Constructor of each field's plain value.
+_PLAIN: dict[str, Any] = {
+    f.name: dict if METRICS[f.name].label else f.type for f in fields(DraftStats)
 }
-_PLAIN = {
-    n: dict if METRICS[n].label else type(v) for n, v in vars(DraftStats()).items() if n in METRICS
-}
-_read = attrgetter(*METRICS)
 
 
 class Growth:

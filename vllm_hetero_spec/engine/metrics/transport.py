@@ -124,35 +124,27 @@ def _worker_stats(worker: "WorkerBase") -> Counted:
 @harmless
 def require_in_worker(runner: type) -> None:
     """Hook the model runner class of this worker, so that its outputs carry the counters."""
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
-
-    patching.replace(runner, "sample_tokens", "metrics", wrap_sample(EMPTY_MODEL_RUNNER_OUTPUT))
+    patching.replace(runner, "sample_tokens", "metrics", wrap_sample)
 
 
-def wrap_sample(
-    empty: "ModelRunnerOutput",
-) -> Callable[[patching.Function], patching.Function]:
-    """Wrap `sample_tokens` so that its output carries the changes since the last one.
+def wrap_sample(original: patching.Function) -> patching.Function:
+    """Wrap `sample_tokens` so that its output carries the changes since the last one."""
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY
 
-    `empty` is an output that all steps share. It cannot carry changes; they go with a later one.
-    """
+    def sample_tokens(
+        self: "GPUModelRunner", *args: object, **kwargs: object
+    ) -> "ModelRunnerOutput":
+        output = original(self, *args, **kwargs)
+        drafter = getattr(self, "drafter", None)
+        # V2 wraps it while the step's tokens are copied to the host.
+        carrier = getattr(output, "model_runner_output", output)
+        # All steps share the empty output, so their changes go with a later one.
+        if isinstance(drafter, Reporter) and carrier is not None and carrier is not EMPTY:
+            _carry(carrier, drafter)
+            drafter.attach_to_output(carrier)
+        return output
 
-    def wrap(original: patching.Function) -> patching.Function:
-        def sample_tokens(
-            self: "GPUModelRunner", *args: object, **kwargs: object
-        ) -> "ModelRunnerOutput":
-            output = original(self, *args, **kwargs)
-            drafter = getattr(self, "drafter", None)
-            # V2 wraps it while the step's tokens are copied to the host.
-            carrier = getattr(output, "model_runner_output", output)
-            if isinstance(drafter, Reporter) and carrier is not None and carrier is not empty:
-                _carry(carrier, drafter)
-                drafter.attach_to_output(carrier)
-            return output
-
-        return sample_tokens
-
-    return wrap
+    return sample_tokens
 
 
 @harmless
@@ -249,9 +241,7 @@ def _observe(sink: Exporter | Log | None, growth: Counted, engine: int) -> None:
         sink.observe(growth, engine)
 
 
-@harmless
-def _say(sink: Log, level: int) -> None:
-    sink.say(level)
+_say = harmless(Log.say)
 
 
 def _lookahead(stat_logger: "PrometheusStatLogger | LoggingStatLogger") -> int | None:

@@ -100,7 +100,9 @@ def shared(
     received = group.broadcast_tensor_dict(sent, src=0)
     if failure is not None:
         raise failure
-    tables = {name: _unpacked(name, received) for name, _ in received["of_request"].values()}
+    tables: dict[str, torch.Tensor] = {}
+    for name, width in received["widths"].items():
+        tables[name] = received[name] if likeliest is None else unpack(received[name], width)
     return {
         req_id: DraftProbs(tables[name], row_of)
         for req_id, (name, row_of) in received["of_request"].items()
@@ -110,24 +112,14 @@ def shared(
 def _message(draft_probs: Mapping[str, DraftProbs], likeliest: int | None) -> dict[str, Any]:
     rounds = {id(probs.rows): probs.rows for probs in draft_probs.values()}
     number = {key: str(i) for i, key in enumerate(rounds)}
-    sent: dict[str, Any] = {}
-    for key, rows in rounds.items():
-        sent |= _packed(number[key], rows, likeliest)
+    sent: dict[str, Any] = {
+        # A broadcast on CPU sends contiguous memory. Rows may be a slice of wider ones.
+        number[key]: rows.contiguous() if likeliest is None else pack(rows, likeliest)
+        for key, rows in rounds.items()
+    }
+    sent["widths"] = {number[key]: rows.shape[1] for key, rows in rounds.items()}
     sent["of_request"] = {
         req_id: (number[id(probs.rows)], list(probs.row_of))
         for req_id, probs in draft_probs.items()
     }
     return sent
-
-
-def _packed(name: str, rows: torch.Tensor, likeliest: int | None) -> dict[str, Any]:
-    if likeliest is None:
-        # A broadcast on CPU sends contiguous memory. Rows may be a slice of wider ones.
-        return {name: rows.contiguous()}
-    return {name: pack(rows, likeliest), f"{name} width": rows.shape[1]}
-
-
-def _unpacked(name: str, received: Mapping[str, Any]) -> torch.Tensor:
-    rows: torch.Tensor = received[name]
-    width = received.get(f"{name} width")
-    return rows if width is None else unpack(rows, width)

@@ -3,8 +3,8 @@
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -13,15 +13,6 @@ from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.fuzzy import fuzzy_rule
 
 logger = logging.getLogger("vllm.hetero_spec")
-
-
-@dataclass
-class _Account:
-    """One request's emitted tokens, tokens accepted by the fuzzy rule only, and total variation."""
-
-    tokens: int = 0
-    only_fuzzy: int = 0
-    variation: float = 0.0
 
 
 class FuzzyRule:
@@ -42,7 +33,8 @@ class FuzzyRule:
         self._make_receiver, self._stats = receiver, stats
         self._receivers: list[Receiver] = []
         self._coming: list[tuple[Sequence[str], Fetched]] = []  # one for each part of a step
-        self._accounts: dict[str, _Account] = {}
+        # By request: emitted tokens, tokens accepted by the fuzzy rule only, and total variation.
+        self._accounts: dict[str, np.ndarray] = {}
 
     def __call__(
         self, drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor
@@ -60,25 +52,20 @@ class FuzzyRule:
 
     def keep(self, live: Collection[str]) -> None:
         """Report ended requests. Call this when a step's tokens are on the host."""
-        self._settle()
+        coming, self._coming = self._coming, []
+        for req_ids, fetched in coming:
+            figures = fetched.wait()
+            self._stats.fuzzy_tokens += int(figures[1].sum())
+            self._stats.fuzzy_variation += float(figures[2].sum())
+            for req_id, own in zip(req_ids, figures.T, strict=True):
+                self._accounts[req_id] = self._accounts.get(req_id, 0) + own
         for req_id in self._accounts.keys() - live:
-            account = self._accounts.pop(req_id)
+            tokens, only_fuzzy, variation = self._accounts.pop(req_id)
             logger.info(
                 "Lossy request %s: %.1f%% of %d tokens accepted only by the fuzzy rule; total "
                 "variation from the target's distribution at most %.3f.",
                 req_id,
-                100 * account.only_fuzzy / max(1, account.tokens),
-                account.tokens,
-                min(1.0, account.variation),
+                100 * only_fuzzy / max(1, tokens),
+                tokens,
+                min(1.0, variation),
             )
-
-    def _settle(self) -> None:
-        coming, self._coming = self._coming, []
-        for req_ids, fetched in coming:
-            for req_id, tokens, only_fuzzy, variation in zip(req_ids, *fetched.wait(), strict=True):
-                account = self._accounts.setdefault(req_id, _Account())
-                account.tokens += int(tokens)
-                account.only_fuzzy += int(only_fuzzy)
-                account.variation += float(variation)
-                self._stats.fuzzy_tokens += int(only_fuzzy)
-                self._stats.fuzzy_variation += float(variation)

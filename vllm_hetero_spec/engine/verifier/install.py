@@ -19,10 +19,9 @@ from vllm_hetero_spec.engine.verifier.fuzzy_report import FuzzyRule
 from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
-from vllm_hetero_spec.engine.verifier.verdict import Rule
 from vllm_hetero_spec.options import FuzzyOptions, HeteroOptions
 from vllm_hetero_spec.staging import Receiver, Sender
-from vllm_hetero_spec.verify.rules import block_rule, race_rule, token_rule
+from vllm_hetero_spec.verify.rules import Rule, block_rule, race_rule, token_rule
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator

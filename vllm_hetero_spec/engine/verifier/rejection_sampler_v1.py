@@ -30,12 +30,12 @@ from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.requested_logprobs import with_asked
 from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
 from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
-from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
 from vllm_hetero_spec.verify.race import race
+from vllm_hetero_spec.verify.rules import Rule, verdict_of
 
 
 class HeteroRejectionSamplerV1(RejectionSampler):

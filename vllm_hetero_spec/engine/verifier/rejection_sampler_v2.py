@@ -31,11 +31,11 @@ from vllm_hetero_spec.engine.seam.tree_adapter import TreeRows
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
-from vllm_hetero_spec.engine.verifier.verdict import Rule, verdict_of
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch
 from vllm_hetero_spec.verify.noise import slices
+from vllm_hetero_spec.verify.rules import Rule, verdict_of
 
 
 class HeteroRejectionSamplerV2(RejectionSampler):
