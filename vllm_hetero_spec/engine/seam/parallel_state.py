@@ -17,7 +17,7 @@ All ranks get the drafts from the scheduler, and the `draft_probs` by a broadcas
 import copy
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
@@ -52,10 +52,6 @@ def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordin
     return group
 
 
-def _groups() -> tuple[parallel_state.GroupCoordinator | None, ...]:
-    return parallel_state._TP, parallel_state._PP, parallel_state._EP
-
-
 class IsolatedParallelState:
     """Context manager that exchanges the globals while the drafter runs; do not nest."""
 
@@ -65,19 +61,18 @@ class IsolatedParallelState:
         same = dataclasses.asdict(theirs) == dataclasses.asdict(ours)
         self._exchange = nullcontext if same else ours.set_priority
         self._kernels: AbstractContextManager[None] = nullcontext()
-        self._held = _groups()
-        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+        self._held: Any = None  # groups and connector of the target, while the drafter runs
 
     def __enter__(self) -> None:
         self._kernels = self._exchange()
         self._kernels.__enter__()
-        self._held = _groups()
-        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+        groups = parallel_state._TP, parallel_state._PP, parallel_state._EP
+        self._held = groups, kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         parallel_state._TP, parallel_state._PP = self._groups
         parallel_state._EP = self._groups.tensor
 
     def __exit__(self, *error: object) -> None:
-        parallel_state._TP, parallel_state._PP, parallel_state._EP = self._held
-        kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
+        groups, kv_transfer_state._KV_CONNECTOR_AGENT = self._held
+        parallel_state._TP, parallel_state._PP, parallel_state._EP = groups
         self._kernels.__exit__(None, None, None)
