@@ -138,7 +138,7 @@ def _build(
     user: dict[str, Any], target: "ModelConfig", parallel: "ParallelConfig"
 ) -> "SpeculativeConfig":
     releases.installed()  # refuses an unsupported vLLM before anything is built
-    options, vllm_keys = parse(user, target_tensor_parallel=parallel.tensor_parallel_size)
+    options = parse(user, target_tensor_parallel=parallel.tensor_parallel_size)
     if parallel.enable_elastic_ep:
         raise ConfigError(
             f"enable_elastic_ep is not supported with {' / '.join(METHODS)}: engines that come "
@@ -178,7 +178,6 @@ def _build(
         num_speculative_tokens=options.num_speculative_tokens,
         target_model_config=target,
         target_parallel_config=parallel,
-        **vllm_keys,
     )
     check_pair(target, config.drafter_model_config, options)
     install_hooks()
