@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.metrics import transport
-from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _Class = TypeVar("_Class")
-_Original = Callable[..., object]  # a method of vLLM
 
 
 class Proposer(transport.Reporter):
@@ -74,10 +72,6 @@ class Proposer(transport.Reporter):
     @abstractmethod
     def finish(self) -> None:
         """Finish the drafts. Called when the scheduler takes them."""
-
-    @abstractmethod
-    def snapshot(self) -> DraftStats:
-        """Return the present counters."""
 
     @abstractmethod
     def record(self) -> int:
@@ -136,7 +130,7 @@ def _hook_v1() -> type:
 
     def trees_of(runner: object) -> TreeAdapter | None:
         drafter = _ours(runner)
-        return None if drafter is None else getattr(drafter.seam, "trees", None)
+        return None if drafter is None else drafter.seam.trees
 
     attention_v1.install(trees_of)
     return GPUModelRunner
@@ -168,7 +162,7 @@ def _ours(runner: object, name: str = "drafter") -> Proposer | None:
     return drafter if isinstance(drafter, Proposer) else None
 
 
-def _load(original: _Original) -> _Original:
+def _load(original: patching.Function) -> patching.Function:
     def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         if drafter := _ours(runner):
             from vllm_hetero_spec.engine.trees import attention_v1
@@ -179,7 +173,7 @@ def _load(original: _Original) -> _Original:
     return load_model
 
 
-def _warm(original: _Original) -> _Original:
+def _warm(original: patching.Function) -> patching.Function:
     def compile_or_warm_up_model(worker: "WorkerBase", *args: object, **kwargs: object) -> object:
         answer = original(worker, *args, **kwargs)
         if drafter := _ours(worker.model_runner):
@@ -190,7 +184,7 @@ def _warm(original: _Original) -> _Original:
     return compile_or_warm_up_model
 
 
-def _sleep(original: _Original) -> _Original:
+def _sleep(original: patching.Function) -> patching.Function:
     def sleep(worker: "WorkerBase", level: int = 1) -> object:
         if drafter := _ours(worker.model_runner):
             drafter.sleep(level)
@@ -199,7 +193,7 @@ def _sleep(original: _Original) -> _Original:
     return sleep
 
 
-def _wake(original: _Original) -> _Original:
+def _wake(original: patching.Function) -> patching.Function:
     def wake_up(worker: "WorkerBase", tags: list[str] | None = None) -> object:
         answer = original(worker, tags)
         drafter = _ours(worker.model_runner)
@@ -211,7 +205,7 @@ def _wake(original: _Original) -> _Original:
     return wake_up
 
 
-def propose_hook(original: _Original) -> _Original:
+def propose_hook(original: patching.Function) -> patching.Function:
     """Wrap `propose_draft_token_ids` of Model Runner V1, to call our drafter."""
 
     def propose_draft_token_ids(
@@ -236,7 +230,7 @@ def propose_hook(original: _Original) -> _Original:
     return propose_draft_token_ids
 
 
-def _capture(original: _Original) -> _Original:
+def _capture(original: patching.Function) -> patching.Function:
     def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         taken, drafter = original(runner, *args, **kwargs), _ours(runner)
         rehearsal = kwargs.get("profile_only", False)  # V2 only measures the memory of graphs
@@ -247,7 +241,7 @@ def _capture(original: _Original) -> _Original:
     return capture_model
 
 
-def _shutdown(original: _Original) -> _Original:
+def _shutdown(original: patching.Function) -> patching.Function:
     def shutdown(runner: "GPUModelRunner") -> object:
         if drafter := _ours(runner):
             drafter.close()
@@ -256,7 +250,7 @@ def _shutdown(original: _Original) -> _Original:
     return shutdown
 
 
-def _take(original: _Original) -> _Original:
+def _take(original: patching.Function) -> patching.Function:
     def take_draft_token_ids(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
         if drafter := _ours(runner):
             drafter.finish()
@@ -265,7 +259,7 @@ def _take(original: _Original) -> _Original:
     return take_draft_token_ids
 
 
-def _load_v2(original: _Original) -> _Original:
+def _load_v2(original: patching.Function) -> patching.Function:
     def load_model(runner: "GPUModelRunnerV2", *args: object, **kwargs: object) -> object:
         answer = original(runner, *args, **kwargs)
         if drafter := _ours(runner.speculator, "proposer"):
@@ -278,7 +272,7 @@ def _load_v2(original: _Original) -> _Original:
     return load_model
 
 
-def _execute_v2(original: _Original) -> _Original:
+def _execute_v2(original: patching.Function) -> patching.Function:
     def execute_model(
         runner: "GPUModelRunnerV2",
         scheduler_output: "SchedulerOutput",
