@@ -19,7 +19,7 @@ from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import DeviceClock, Runner
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
-from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
+from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView, media_of
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Receiver
 
@@ -152,8 +152,21 @@ class RunnerV2(Runner):
         for index, (req_id, text) in enumerate(zip(step.req_ids, texts, strict=True)):
             if late and (req_id in self._preempted or not step.came_as(index, self._new)):
                 continue
-            new, params = self._new[req_id], self._params_of(req_id)
-            requests.append(step.request(index, text, sampled[index], prompts[index], new, params))
+            new, verified = self._new[req_id], step.verified.get(req_id, 0)
+            places = output.scheduled_spec_decode_tokens.get(req_id, ())
+            requests.append(
+                RequestView(
+                    req_id,
+                    self._params_of(req_id),
+                    text,
+                    prompts[index],
+                    text[len(text) - sampled[index] :].tolist(),
+                    num_drafted=verified,
+                    num_padding=len(places) - verified,
+                    has_text=new.prompt_embeds is None,
+                    media=media_of(new.mm_features),
+                )
+            )
         started: Mapping[str, str | None] = {}
         if not late:
             self._lengths = dict(zip(step.req_ids, map(len, texts), strict=True))
