@@ -62,9 +62,9 @@ def buckets(longest: int, chain: int) -> list[int]:
 
 
 def buckets_of(config: "VllmConfig") -> list[int]:
-    """Return the buckets of an engine; empty without asynchronous scheduling."""
+    """Return the buckets of an engine of ours; empty without asynchronous scheduling."""
     spec = config.speculative_config
-    if not config.scheduler_config.async_scheduling or not hasattr(spec, "hetero"):
+    if not config.scheduler_config.async_scheduling:
         return []
     return buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
 

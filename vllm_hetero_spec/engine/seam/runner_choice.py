@@ -41,7 +41,7 @@ def describe(config: "VllmConfig") -> str:
 def _wrap_unsupported(original: patching.Function) -> patching.Function:
     def _get_v2_model_runner_unsupported_features(self: "VllmConfig") -> list[str]:
         unsupported: list[str] = original(self)
-        if not _ours(self):
+        if not hasattr(self.speculative_config, "hetero"):
             return unsupported
         return [feature for feature in unsupported if feature != _CUSTOM] + _unsupported(self)
 
@@ -66,7 +66,7 @@ def _wrap_init(original: patching.Function) -> patching.Function:
     def init_speculator(
         vllm_config: "VllmConfig", device: "torch.device", *args: Any, **kwargs: Any
     ) -> object:
-        if not _ours(vllm_config):
+        if not hasattr(vllm_config.speculative_config, "hetero"):
             return original(vllm_config, device, *args, **kwargs)
         from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 
@@ -75,7 +75,3 @@ def _wrap_init(original: patching.Function) -> patching.Function:
         return HeteroSpeculator(create_custom_proposer(vllm_config))
 
     return init_speculator
-
-
-def _ours(config: "VllmConfig") -> bool:
-    return hasattr(config.speculative_config, "hetero")
