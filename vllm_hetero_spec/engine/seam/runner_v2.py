@@ -5,7 +5,6 @@ Sampled tokens are on the device. vLLM's kernels also write them to the requests
 memory. One small copy of counts and one wait are therefore enough for a view.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,7 +145,7 @@ class RunnerV2(Runner):
         """
         output = step.output
         sampled, texts = self._texts(step)
-        times = self._clock.viewed(time.perf_counter()) if step.times is None else step.times()
+        times = self._clock.viewed() if step.times is None else step.times()
         prompts = self._runner.req_states.prompt_len.np[step.slots].tolist()
         rows, requests = output.num_spec_tokens_to_schedule, []
         for index, (req_id, text) in enumerate(zip(step.req_ids, texts, strict=True)):
