@@ -124,6 +124,6 @@ def test_quickstart_wants_both_models(option: str, tmp_path: Path) -> None:
 
 def test_example_yaml_is_a_configuration() -> None:
     written = yaml.safe_load((REPO / "examples" / "pair.yaml").read_text())
-    options, _ = parse(written.pop("speculative-config"))
+    options = parse(written.pop("speculative-config"))
     assert written.keys() == {"model", "host", "port"}  # no flags for one kind of machine
     assert options.method == DEFAULT_METHOD

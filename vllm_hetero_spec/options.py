@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of `--speculative-config` for our methods.
 
-`parse` turns a user's dictionary into `HeteroOptions` and the keys for vLLM's own
-`SpeculativeConfig`. Each error is one sentence. This file imports neither vLLM nor torch.
+`parse` turns a user's dictionary into `HeteroOptions`. Each error is one sentence. This file
+imports neither vLLM nor torch.
 """
 
 import difflib
@@ -204,7 +204,7 @@ class HeteroOptions(Table):
                 )
 
 
-# A key of vLLM's own SpeculativeConfig that keeps its meaning with our methods.
+# A key of vLLM's own SpeculativeConfig. Its only value with our methods is vLLM's default.
 VLLM_KEY = "rejection_sample_method"
 # Keys of other or old configurations, and what to do instead.
 _OTHER_KEYS = {
@@ -252,13 +252,8 @@ def wants_us(user: Mapping[str, Any], vllm_methods: tuple[str, ...] = ()) -> boo
     return False
 
 
-def parse(
-    user: Mapping[str, Any], *, target_tensor_parallel: int = 1
-) -> tuple[HeteroOptions, dict[str, Any]]:
+def parse(user: Mapping[str, Any], *, target_tensor_parallel: int = 1) -> HeteroOptions:
     """Validate a configuration for which `wants_us` returned True.
-
-    Returns:
-        Our options, and the entries for vLLM's SpeculativeConfig, unchanged.
 
     Raises:
         ConfigError: One sentence with the key, the value found and what is supported.
@@ -268,8 +263,7 @@ def parse(
     for key in filter(_OTHER_KEYS.get, given):
         raise ConfigError(f"{key} is no key of the speculative configuration; {_OTHER_KEYS[key]}.")
     _move_old_keys(given)
-    vllm_keys = {VLLM_KEY: given.pop(VLLM_KEY)} if VLLM_KEY in given else {}
-    if (sampling := vllm_keys.get(VLLM_KEY, "standard")) != "standard":
+    if (sampling := given.pop(VLLM_KEY, "standard")) != "standard":
         raise ConfigError(
             f"{VLLM_KEY}={sampling!r} is not supported with our methods, which keep the target's "
             "own distribution, as 'standard' does; leave the key out."
@@ -287,7 +281,7 @@ def parse(
             f'method {options.method!r} does not run with "tensor_parallel": "sharded"; '
             'use "rank0", which runs the drafter whole on the first rank, or the method "slem".'
         )
-    return options, vllm_keys
+    return options
 
 
 def underscores(user: Mapping[Any, Any]) -> dict[str, Any]:

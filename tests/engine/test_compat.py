@@ -5,6 +5,7 @@ import ast
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,21 @@ def test_replace_keeps_kind_and_refuses_doubles() -> None:
         patching.replace(Derived, "method", "ours", prefix)
 
 
+def test_wrap_passes_the_original_and_the_arguments() -> None:
+    class Own:
+        @classmethod
+        def of_class(cls, word: str) -> str:
+            return f"old {word}"
+
+    def around(original, cls, word):
+        return "new " + original(cls, word)
+
+    for first in (True, False):
+        assert patching.wrap(Own, "of_class", "ours", around) is first
+    assert Own.of_class(word="x") == "new old x"
+    assert Own.of_class.__name__ == "of_class"
+
+
 def test_added_fields_are_fields_and_never_replace_one() -> None:
     @dataclass
     class Theirs:
@@ -149,7 +165,7 @@ def test_runner_hooks_leave_other_drafters_alone() -> None:
 
     worker_hooks.install_worker_hooks(v2=False)
     calls = []
-    wrapped = worker_hooks.propose_hook(lambda self, *args: calls.append(args) or "theirs")
+    wrapped = partial(worker_hooks.propose_hook, lambda self, *args: calls.append(args) or "theirs")
     assert wrapped(SimpleNamespace(drafter=object()), "out", [[1]], 3) == "theirs"
     assert calls == [("out", [[1]], 3)]
     assert GPUModelRunner.propose_draft_token_ids.__wrapped__ is not None
@@ -159,7 +175,7 @@ def test_salt_rides_along_and_unsalted_requests_are_untouched() -> None:
     class Data:
         pass
 
-    wrapped = salt._keep_salt(lambda cls, request, *args: Data())
+    wrapped = partial(salt._keep_salt, lambda cls, request, *args: Data())
     same, again, other, long, odd = (
         salt.salt_of(wrapped(Data, SimpleNamespace(cache_salt=given)))
         for given in ("tenant", "tenant", "tenan", "tenant" * 10**6, "tenant\ud800")

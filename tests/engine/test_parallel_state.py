@@ -12,7 +12,8 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.platforms import current_platform
 
 from vllm_hetero_spec.engine.drafter.loading import _own_rotary_embeddings
-from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
+from vllm_hetero_spec.engine.seam import parallel_state as seam
+from vllm_hetero_spec.engine.seam.parallel_state import IsolatedParallelState
 
 FUSED = "kernel_of_a_test"
 
@@ -32,9 +33,13 @@ def config(*kernels: str) -> Any:
     return SimpleNamespace(kernel_config=SimpleNamespace(ir_op_priority=priority))
 
 
-def test_kernels_are_the_drafters_while_it_runs(norm: IrOp) -> None:
-    groups = Groups("tensor", "pipeline")  # type: ignore[arg-type]
-    alone = IsolatedParallelState(groups, config("native"), config(FUSED, "native"))
+def test_kernels_are_the_drafters_while_it_runs(
+    norm: IrOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: "tensor")
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: "pipeline")
+    monkeypatch.setattr(seam, "_solo", lambda group: group)
+    alone = IsolatedParallelState(config("native"), config(FUSED, "native"), solo=False)
     with norm.set_priority(["native"]):
         held = parallel_state._TP, parallel_state._EP
         for _ in range(2):

@@ -4,6 +4,7 @@
 The runner, its batches and the proposer are stand-ins with plain values.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -511,7 +512,7 @@ def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
     from vllm_hetero_spec.engine.seam import runner_choice
 
     custom = "speculative method 'custom_class'"
-    choose = runner_choice._wrap_unsupported(lambda config: [custom, "theirs"])
+    choose = partial(runner_choice._features, lambda config: [custom, "theirs"])
     assert choose(config_of()) == ["theirs"]
     assert choose(config_of(speculative_config=None)) == [custom, "theirs"]
     assert len(choose(config_of(watermark_config="some"))) == 2

@@ -53,7 +53,6 @@ MOVERS = {
     "engine/seam/draft_inputs_v2.py": "drafts for those who ask too early, once at start",
     "engine/seam/runner_v1.py": "arrays of the host: lengths in the runner's batch",
     "engine/seam/runner_v2.py": "arrays of the host: what requests sampled",
-    "engine/seam/sampled_step.py": "arrays of the host: what requests sampled",
     "engine/seam/step_view.py": "arrays of the host: token ids of a request",
     "engine/trees/attention_v1.py": "arrays of the host: tokens of a step",
     "engine/trees/control.py": "arrays of the host: what trees are worth",
@@ -88,9 +87,9 @@ def test_one_file_reads_each_runner_and_its_batch() -> None:
         if isinstance(node, ast.Attribute) and node.attr in BATCH
         if not name.startswith("engine/compat/")  # repairs of vLLM itself
     }
-    # `runner` has what both share. Others are parts of runner_v2, write drafts into the batch, or
-    # give attention a batch other than the scheduler's.
-    files = ("runner", "runner_v1", "runner_v2", "sampled_step", "draft_inputs_v2")
+    # `runner` has what both share. The other files write drafts into the batch, or give attention a
+    # batch other than the scheduler's.
+    files = ("runner", "runner_v1", "runner_v2", "draft_inputs_v2")
     attention = {f"engine/trees/{file}.py" for file in ("attention_v1", "attention_v2")}
     assert readers == {f"engine/seam/{file}.py" for file in files} | attention
 

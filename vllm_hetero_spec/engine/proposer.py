@@ -190,7 +190,7 @@ class HeteroProposer(Proposer):
         self.stats.skip("drafter_error", text, len(self._drafts))
 
     def snapshot(self) -> DraftStats:
-        """Zeros on other ranks than the first one, which count the same drafts."""
+        """Return the counters; zeros on other ranks than the first, which count the same drafts."""
         if not self._first_rank:
             return DraftStats()
         if self.drafting is not None:

@@ -45,6 +45,13 @@ def replace(
     return True
 
 
+def wrap(owner: type | ModuleType, name: str, patch: str, around: Function) -> bool:
+    """Like `replace`; a call runs `around(original, *args, **kwargs)`."""
+    return replace(
+        owner, name, patch, lambda original: lambda *args, **named: around(original, *args, **named)
+    )
+
+
 def standing(owner: type | ModuleType, name: str) -> str | None:
     """Return the name of our patch of `owner.name`; None without one."""
     return getattr(_function(vars(owner).get(name)), _MARK, None)

@@ -29,7 +29,7 @@ from vllm_hetero_spec.engine.seam.drafter_config import (
     kv_budget,
 )
 from vllm_hetero_spec.engine.seam.drafter_model import parallel_mask
-from vllm_hetero_spec.engine.seam.parallel_state import Groups, IsolatedParallelState
+from vllm_hetero_spec.engine.seam.parallel_state import IsolatedParallelState
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions
 from vllm_hetero_spec.slrs.slrs import SlrsMethod
@@ -66,7 +66,7 @@ class InlineSource:
     ) -> None:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
         config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
-        self._alone = IsolatedParallelState(Groups.of_drafter(solo=solo), vllm_config, config)
+        self._alone = IsolatedParallelState(vllm_config, config, solo=solo)
         # The drafter uses vLLM's sleep mode memory if the target does.
         config.model_config.enable_cumem_allocator = vllm_config.model_config.enable_cumem_allocator
         length, scheduler = drafter_config.max_model_len, vllm_config.scheduler_config

@@ -62,9 +62,9 @@ def buckets(longest: int, chain: int) -> list[int]:
 
 
 def buckets_of(config: "VllmConfig") -> list[int]:
-    """Return the buckets of an engine; empty without asynchronous scheduling."""
+    """Return the buckets of an engine of ours; empty without asynchronous scheduling."""
     spec = config.speculative_config
-    if not config.scheduler_config.async_scheduling or not hasattr(spec, "hetero"):
+    if not config.scheduler_config.async_scheduling:
         return []
     return buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
 
@@ -79,11 +79,10 @@ def install(reserve_rows: Callable[["VllmConfig"], None]) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-    made = partial(_wrap_post_init, reserve_rows)
-    patching.replace(VllmConfig, "__post_init__", "asynchronous", made)
+    patching.wrap(VllmConfig, "__post_init__", "asynchronous", partial(_post_init, reserve_rows))
     patching.add(AsyncScheduler, "update_from_output", update_from_output)
     patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
-    patching.replace(RequestSpecDecodeMetrics, "observe", "asynchronous", _wrap_observe)
+    patching.wrap(RequestSpecDecodeMetrics, "observe", "asynchronous", _observe)
 
 
 def update_from_output(
@@ -128,21 +127,19 @@ def make_spec_decoding_stats(
     return stats
 
 
-def _wrap_observe(original: patching.Function) -> patching.Function:
-    def observe(self: "RequestSpecDecodeMetrics", *args: Any, **kwargs: Any) -> None:
-        """Skip a draft that is only padding in the statistics of a request."""
-        if not self.__dict__.pop(_PADDING, False):
-            original(self, *args, **kwargs)
-
-    return observe
+def _observe(
+    original: patching.Function, self: "RequestSpecDecodeMetrics", *args: Any, **kwargs: Any
+) -> None:
+    """Skip a draft that is only padding in the statistics of a request."""
+    if not self.__dict__.pop(_PADDING, False):
+        original(self, *args, **kwargs)
 
 
 def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
     """Make a worker capture full CUDA graphs of all buckets for every batch size."""
-    name = "build_dynamic_sd_schedule_lookup"
-    patching.replace(cudagraph_utils, name, "all tiers", _wrap_lookup)
+    patching.wrap(cudagraph_utils, "build_dynamic_sd_schedule_lookup", "all tiers", _lookup)
     manager = cudagraph_utils.CudaGraphManager
-    patching.replace(manager, "_init_candidates", "nearest graphs", _wrap_candidates)
+    patching.wrap(manager, "_init_candidates", "nearest graphs", _init_candidates)
 
 
 def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -156,34 +153,28 @@ def _schedule(named: Sequence[int]) -> list[tuple[int, int, int]]:
     return [*((size, size, bucket) for size, bucket in enumerate(some, 1)), last]
 
 
-def _wrap_lookup(original: patching.Function) -> patching.Function:
-    def build_dynamic_sd_schedule_lookup(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        if schedule and schedule[-1][1] == _MANY:
-            return [0, *(bucket for _, _, bucket in schedule)]
-        return original(schedule, *args, **kwargs)
-
-    return build_dynamic_sd_schedule_lookup
+def _lookup(original: patching.Function, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    if schedule and schedule[-1][1] == _MANY:
+        return [0, *(bucket for _, _, bucket in schedule)]
+    return original(schedule, *args, **kwargs)
 
 
-def _wrap_candidates(original: patching.Function) -> patching.Function:
-    def _init_candidates(self: "CudaGraphManager") -> None:
-        """Offer every batch the smallest sufficient graph of each bucket.
+def _init_candidates(original: patching.Function, self: "CudaGraphManager") -> None:
+    """Offer every batch the smallest sufficient graph of each bucket.
 
-        vLLM only offers graphs of the next captured size, which may all belong to another bucket.
-        """
-        original(self)
-        if not hasattr(self.vllm_config.speculative_config, "hetero"):
-            return
-        full = [graph for graphs in self._capture_descs.values() for graph in graphs]
-        full = sorted((g for g in full if g.uniform_token_count), key=lambda g: g.num_tokens)
-        for (tokens, adapters), offered in self._candidates.items():
-            nearest: dict[tuple[int, int], BatchExecutionDescriptor] = {}
-            for graph in full:
-                if graph.num_tokens >= tokens and graph.num_active_loras == adapters:
-                    nearest.setdefault((graph.uniform_token_count, graph.num_ubatches), graph)
-            offered[:0] = [graph for graph in nearest.values() if graph not in offered]
-
-    return _init_candidates
+    vLLM only offers graphs of the next captured size, which may all belong to another bucket.
+    """
+    original(self)
+    if not hasattr(self.vllm_config.speculative_config, "hetero"):
+        return
+    full = [graph for graphs in self._capture_descs.values() for graph in graphs]
+    full = sorted((g for g in full if g.uniform_token_count), key=lambda g: g.num_tokens)
+    for (tokens, adapters), offered in self._candidates.items():
+        nearest: dict[tuple[int, int], BatchExecutionDescriptor] = {}
+        for graph in full:
+            if graph.num_tokens >= tokens and graph.num_active_loras == adapters:
+                nearest.setdefault((graph.uniform_token_count, graph.num_ubatches), graph)
+        offered[:0] = [graph for graph in nearest.values() if graph not in offered]
 
 
 def narrowest(config: "VllmConfig") -> tuple[int, str]:
@@ -210,35 +201,36 @@ def _check_room(config: "VllmConfig") -> None:
         )
 
 
-def _wrap_post_init(
-    reserve_rows: Callable[["VllmConfig"], None], original: patching.Function
-) -> patching.Function:
-    def __post_init__(self: "VllmConfig", *args: Any, **kwargs: Any) -> None:
-        spec, scheduler = self.speculative_config, self.scheduler_config
-        if not hasattr(spec, "hetero"):
-            return original(self, *args, **kwargs)
-        reserve_rows(self)
-        asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM refuses it
-        # An engine core runs this again on its configuration and finds the earlier decision.
-        reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")
-        if not reason:  # vLLM plans graphs below, and needs the buckets
-            named = buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
-            spec.num_speculative_tokens_per_batch_size = _schedule(named)
-        else:
-            _check_room(self)
+def _post_init(
+    reserve_rows: Callable[["VllmConfig"], None],
+    original: patching.Function,
+    self: "VllmConfig",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    spec, scheduler = self.speculative_config, self.scheduler_config
+    if not hasattr(spec, "hetero"):
         original(self, *args, **kwargs)
-        if not reason:
-            scheduler.async_scheduling = True
-        elif asked:
-            raise ConfigError(
-                f"async_scheduling=True is not possible with this drafter: {reason}. Leave "
-                "async_scheduling out, and steps are scheduled one after the other."
-            )
-        else:
-            logger.info("Asynchronous scheduling disabled: %s.", reason)
-        return None
-
-    return __post_init__
+        return
+    reserve_rows(self)
+    asked, scheduler.async_scheduling = scheduler.async_scheduling, False  # vLLM refuses it
+    # An engine core runs this again on its configuration and finds the earlier decision.
+    reason = _why_not(self) or ("async_scheduling=False" if asked is False else "")
+    if not reason:  # vLLM plans graphs below, and needs the buckets
+        named = buckets(spec.num_speculative_tokens, spec.hetero.num_speculative_tokens)
+        spec.num_speculative_tokens_per_batch_size = _schedule(named)
+    else:
+        _check_room(self)
+    original(self, *args, **kwargs)
+    if not reason:
+        scheduler.async_scheduling = True
+    elif asked:
+        raise ConfigError(
+            f"async_scheduling=True is not possible with this drafter: {reason}. Leave "
+            "async_scheduling out, and steps are scheduled one after the other."
+        )
+    else:
+        logger.info("Asynchronous scheduling disabled: %s.", reason)
 
 
 def _why_not(config: "VllmConfig") -> str:

@@ -22,20 +22,21 @@ def install() -> None:
     """Wrap `NewRequestData.from_request` in this process. Idempotent."""
     from vllm.v1.core.sched.output import NewRequestData
 
-    patching.replace(NewRequestData, "from_request", "cache_salt", _keep_salt)
+    patching.wrap(NewRequestData, "from_request", "cache_salt", _keep_salt)
 
 
-def _keep_salt(original: patching.Function) -> patching.Function:
-    def from_request(
-        cls: "type[NewRequestData]", request: "Request", *args: object, **kwargs: object
-    ) -> "NewRequestData":
-        data = original(cls, request, *args, **kwargs)
-        if request.cache_salt is not None:
-            salt = request.cache_salt.encode("utf-8", "surrogatepass")
-            setattr(data, _ATTRIBUTE, hashlib.sha256(salt).hexdigest())
-        return data
-
-    return from_request
+def _keep_salt(
+    original: patching.Function,
+    cls: "type[NewRequestData]",
+    request: "Request",
+    *args: object,
+    **kwargs: object,
+) -> "NewRequestData":
+    data = original(cls, request, *args, **kwargs)
+    if request.cache_salt is not None:
+        salt = request.cache_salt.encode("utf-8", "surrogatepass")
+        setattr(data, _ATTRIBUTE, hashlib.sha256(salt).hexdigest())
+    return data
 
 
 def salt_of(new_request: "NewRequestData") -> str | None:

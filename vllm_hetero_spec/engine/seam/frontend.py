@@ -32,39 +32,36 @@ def install() -> None:
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    patching.replace(EngineArgs, "create_speculative_config", "configuration", _wrap_create)
-    patching.replace(EngineArgs, "create_engine_config", "configuration", _wrap_engine_config)
-    patching.replace(EngineArgs, "add_cli_args", "command line", _wrap_cli)
+    patching.wrap(EngineArgs, "create_speculative_config", "configuration", _create_config)
+    patching.wrap(EngineArgs, "create_engine_config", "configuration", _check_engine)
+    patching.wrap(EngineArgs, "add_cli_args", "command line", _add_methods)
     name = "verify_equal_vocab_size_if_draft_model"
-    patching.replace(SpeculativeConfig, name, "vocabularies", _wrap_vocab_size)
+    patching.wrap(SpeculativeConfig, name, "vocabularies", _name_method)
 
 
-def _wrap_create(original: patching.Function) -> patching.Function:
-    def create_speculative_config(
-        self: "EngineArgs",
-        target_model_config: "ModelConfig",
-        target_parallel_config: "ParallelConfig",
-    ) -> "SpeculativeConfig | None":
-        user = _merged(self)
-        if not user or not wants_us(user, _vllm_methods()):
-            return original(self, target_model_config, target_parallel_config)
-        config = _build(user, target_model_config, target_parallel_config)
-        if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
-            logger.info("No drafter is loaded, because this instance only prefills (kv_producer).")
-            return None
-        return config
-
-    return create_speculative_config
+def _create_config(
+    original: patching.Function,
+    self: "EngineArgs",
+    target_model_config: "ModelConfig",
+    target_parallel_config: "ParallelConfig",
+) -> "SpeculativeConfig | None":
+    user = _merged(self)
+    if not user or not wants_us(user, _vllm_methods()):
+        return original(self, target_model_config, target_parallel_config)
+    config = _build(user, target_model_config, target_parallel_config)
+    if getattr(self.kv_transfer_config, "kv_role", None) == "kv_producer":
+        logger.info("No drafter is loaded, because this instance only prefills (kv_producer).")
+        return None
+    return config
 
 
-def _wrap_engine_config(original: patching.Function) -> patching.Function:
-    def create_engine_config(self: "EngineArgs", *args: Any, **kwargs: Any) -> "VllmConfig":
-        config: VllmConfig = original(self, *args, **kwargs)
-        if hasattr(config.speculative_config, "hetero"):
-            check_stages(config)  # needs the choice of the model runner
-        return config
-
-    return create_engine_config
+def _check_engine(
+    original: patching.Function, self: "EngineArgs", *args: Any, **kwargs: Any
+) -> "VllmConfig":
+    config: VllmConfig = original(self, *args, **kwargs)
+    if hasattr(config.speculative_config, "hetero"):
+        check_stages(config)  # needs the choice of the model runner
+    return config
 
 
 def check_stages(config: "VllmConfig") -> None:
@@ -91,28 +88,24 @@ def check_stages(config: "VllmConfig") -> None:
         )
 
 
-def _wrap_cli(original: patching.Function) -> patching.Function:
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = original(parser)
-        for action in parser._actions:
-            if "--spec-method" in action.option_strings and action.choices is not None:
-                action.choices = [*action.choices, *METHODS]
-        return parser
+def _add_methods(
+    original: patching.Function, parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    parser = original(parser)
+    for action in parser._actions:
+        if "--spec-method" in action.option_strings and action.choices is not None:
+            action.choices = [*action.choices, *METHODS]
+    return parser
 
-    return add_cli_args
 
-
-def _wrap_vocab_size(original: patching.Function) -> patching.Function:
-    def verify_equal_vocab_size_if_draft_model(self: "SpeculativeConfig") -> None:
-        try:
-            original(self)
-        except ValueError as error:
-            raise ValueError(
-                f'{error} "method": "{DEFAULT_METHOD}" in the speculative configuration '
-                "(vllm_hetero_spec) serves such pairs."
-            ) from error
-
-    return verify_equal_vocab_size_if_draft_model
+def _name_method(original: patching.Function, self: "SpeculativeConfig") -> None:
+    try:
+        original(self)
+    except ValueError as error:
+        raise ValueError(
+            f'{error} "method": "{DEFAULT_METHOD}" in the speculative configuration '
+            "(vllm_hetero_spec) serves such pairs."
+        ) from error
 
 
 def _merged(args: "EngineArgs") -> dict[str, Any]:
@@ -138,7 +131,7 @@ def _build(
     user: dict[str, Any], target: "ModelConfig", parallel: "ParallelConfig"
 ) -> "SpeculativeConfig":
     releases.installed()  # refuses an unsupported vLLM before anything is built
-    options, vllm_keys = parse(user, target_tensor_parallel=parallel.tensor_parallel_size)
+    options = parse(user, target_tensor_parallel=parallel.tensor_parallel_size)
     if parallel.enable_elastic_ep:
         raise ConfigError(
             f"enable_elastic_ep is not supported with {' / '.join(METHODS)}: engines that come "
@@ -178,7 +171,6 @@ def _build(
         num_speculative_tokens=options.num_speculative_tokens,
         target_model_config=target,
         target_parallel_config=parallel,
-        **vllm_keys,
     )
     check_pair(target, config.drafter_model_config, options)
     install_hooks()

@@ -17,29 +17,11 @@ All ranks get the drafts from the scheduler, and the `draft_probs` by a broadcas
 import copy
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
-
-
-class Groups(NamedTuple):
-    """Groups that the drafter's layers read.
-
-    Attributes:
-        tensor: Group that shards layers and experts.
-        pipeline: Group of pipeline stages; one stage holds the whole drafter.
-    """
-
-    tensor: parallel_state.GroupCoordinator
-    pipeline: parallel_state.GroupCoordinator
-
-    @classmethod
-    def of_drafter(cls, *, solo: bool) -> "Groups":
-        """Return the groups of a drafter; with `solo`, this rank runs the whole drafter."""
-        tensor = parallel_state.get_tp_group()
-        return cls(_solo(tensor) if solo else tensor, _solo(parallel_state.get_pp_group()))
 
 
 def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordinator:
@@ -52,32 +34,32 @@ def _solo(group: parallel_state.GroupCoordinator) -> parallel_state.GroupCoordin
     return group
 
 
-def _groups() -> tuple[parallel_state.GroupCoordinator | None, ...]:
-    return parallel_state._TP, parallel_state._PP, parallel_state._EP
-
-
 class IsolatedParallelState:
-    """Context manager that exchanges the globals while the drafter runs; do not nest."""
+    """Context manager that exchanges the globals while the drafter runs; do not nest.
 
-    def __init__(self, groups: Groups, target: VllmConfig, drafter: VllmConfig) -> None:
-        self._groups = groups
+    With `solo`, this rank runs the whole drafter.
+    """
+
+    def __init__(self, target: VllmConfig, drafter: VllmConfig, *, solo: bool) -> None:
+        tensor = parallel_state.get_tp_group()
+        self._tensor = _solo(tensor) if solo else tensor
+        self._pipeline = _solo(parallel_state.get_pp_group())
         theirs, ours = (config.kernel_config.ir_op_priority for config in (target, drafter))
         same = dataclasses.asdict(theirs) == dataclasses.asdict(ours)
         self._exchange = nullcontext if same else ours.set_priority
         self._kernels: AbstractContextManager[None] = nullcontext()
-        self._held = _groups()
-        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+        self._held: Any = None  # groups and connector of the target, while the drafter runs
 
     def __enter__(self) -> None:
         self._kernels = self._exchange()
         self._kernels.__enter__()
-        self._held = _groups()
-        self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
+        groups = parallel_state._TP, parallel_state._PP, parallel_state._EP
+        self._held = groups, kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
-        parallel_state._TP, parallel_state._PP = self._groups
-        parallel_state._EP = self._groups.tensor
+        parallel_state._TP, parallel_state._PP = self._tensor, self._pipeline
+        parallel_state._EP = self._tensor
 
     def __exit__(self, *error: object) -> None:
-        parallel_state._TP, parallel_state._PP, parallel_state._EP = self._held
-        kv_transfer_state._KV_CONNECTOR_AGENT = self._agent
+        groups, kv_transfer_state._KV_CONNECTOR_AGENT = self._held
+        parallel_state._TP, parallel_state._PP, parallel_state._EP = groups
         self._kernels.__exit__(None, None, None)

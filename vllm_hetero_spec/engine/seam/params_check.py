@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BeforeValidator
+from vllm.exceptions import VLLMValidationError
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, requested_lookahead
@@ -28,8 +29,8 @@ def install() -> None:
     from vllm import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    patching.replace(InputProcessor, "__init__", "parameters", _wrap_init)
-    patching.replace(SamplingParams, "_validate_spec_decode", "parameters", _wrap_check)
+    patching.wrap(InputProcessor, "__init__", "parameters", _note_runner)
+    patching.wrap(SamplingParams, "_validate_spec_decode", "parameters", _validate)
 
 
 @cache
@@ -60,33 +61,29 @@ def _checked(xargs: Any) -> Any:
     return xargs
 
 
-def _wrap_init(original: patching.Function) -> patching.Function:
-    def __init__(self: "InputProcessor", *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        config = self.vllm_config.speculative_config
-        if hasattr(config, "hetero"):
-            config.takes_all_params = self.vllm_config.use_v2_model_runner
+def _note_runner(
+    original: patching.Function, self: "InputProcessor", *args: object, **kwargs: object
+) -> None:
+    original(self, *args, **kwargs)
+    config = self.vllm_config.speculative_config
+    if hasattr(config, "hetero"):
+        config.takes_all_params = self.vllm_config.use_v2_model_runner
 
-    return __init__
 
-
-def _wrap_check(original: patching.Function) -> patching.Function:
-    from vllm.exceptions import VLLMValidationError
-
-    def _validate_spec_decode(
-        self: "SamplingParams", speculative_config: "SpeculativeConfig | None"
-    ) -> None:
-        ours = hasattr(speculative_config, "hetero")
-        if ours:
-            requested_lookahead(self.extra_args)
-        if getattr(speculative_config, "takes_all_params", False):
-            return
-        original(self, speculative_config)
-        if ours and self.thinking_token_budget is not None:
-            raise VLLMValidationError(
-                "The thinking_token_budget sampling parameter is not supported with speculative "
-                "decoding on Model Runner V1; leave it out, or serve without --speculative-config, "
-                "or on Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)."
-            )
-
-    return _validate_spec_decode
+def _validate(
+    original: patching.Function,
+    self: "SamplingParams",
+    speculative_config: "SpeculativeConfig | None",
+) -> None:
+    ours = hasattr(speculative_config, "hetero")
+    if ours:
+        requested_lookahead(self.extra_args)
+    if getattr(speculative_config, "takes_all_params", False):
+        return
+    original(self, speculative_config)
+    if ours and self.thinking_token_budget is not None:
+        raise VLLMValidationError(
+            "The thinking_token_budget sampling parameter is not supported with speculative "
+            "decoding on Model Runner V1; leave it out, or serve without --speculative-config, "
+            "or on Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)."
+        )

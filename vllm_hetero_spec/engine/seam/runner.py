@@ -103,8 +103,9 @@ class StepClock:
         self._viewed: float | None = None
         self._drafts_taken: float | None = None
 
-    def viewed(self, now: float) -> StepTimes:
-        """Return the times of a step that ended at `now` (`time.perf_counter`)."""
+    def viewed(self) -> StepTimes:
+        """Return the times of the step that ends now."""
+        now = time.perf_counter()
         target = None if self._drafts_taken is None else now - self._drafts_taken
         step = None if self._viewed is None else now - self._viewed
         self._viewed = now

@@ -24,12 +24,10 @@ def install() -> None:
     import vllm.v1.worker.gpu.spec_decode as v2
     from vllm.config import VllmConfig
 
-    patching.replace(
-        VllmConfig, "_get_v2_model_runner_unsupported_features", "runner", _wrap_unsupported
-    )
-    patching.replace(v2, "init_speculator", "speculator", _wrap_init)
+    patching.wrap(VllmConfig, "_get_v2_model_runner_unsupported_features", "runner", _features)
+    patching.wrap(v2, "init_speculator", "speculator", _init_speculator)
     if _RUNNER_V2 in sys.modules:  # it has imported the original function by name
-        patching.replace(sys.modules[_RUNNER_V2], "init_speculator", "speculator", _wrap_init)
+        patching.wrap(sys.modules[_RUNNER_V2], "init_speculator", "speculator", _init_speculator)
 
 
 def describe(config: "VllmConfig") -> str:
@@ -38,14 +36,11 @@ def describe(config: "VllmConfig") -> str:
     return f"Model Runner {runner} ({why})"
 
 
-def _wrap_unsupported(original: patching.Function) -> patching.Function:
-    def _get_v2_model_runner_unsupported_features(self: "VllmConfig") -> list[str]:
-        unsupported: list[str] = original(self)
-        if not _ours(self):
-            return unsupported
-        return [feature for feature in unsupported if feature != _CUSTOM] + _unsupported(self)
-
-    return _get_v2_model_runner_unsupported_features
+def _features(original: patching.Function, config: "VllmConfig") -> list[str]:
+    unsupported: list[str] = original(config)
+    if not hasattr(config.speculative_config, "hetero"):
+        return unsupported
+    return [feature for feature in unsupported if feature != _CUSTOM] + _unsupported(config)
 
 
 def _unsupported(config: "VllmConfig") -> list[str]:
@@ -62,20 +57,17 @@ def _unsupported(config: "VllmConfig") -> list[str]:
     return found
 
 
-def _wrap_init(original: patching.Function) -> patching.Function:
-    def init_speculator(
-        vllm_config: "VllmConfig", device: "torch.device", *args: Any, **kwargs: Any
-    ) -> object:
-        if not _ours(vllm_config):
-            return original(vllm_config, device, *args, **kwargs)
-        from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+def _init_speculator(
+    original: patching.Function,
+    vllm_config: "VllmConfig",
+    device: "torch.device",
+    *args: Any,
+    **kwargs: Any,
+) -> object:
+    if not hasattr(vllm_config.speculative_config, "hetero"):
+        return original(vllm_config, device, *args, **kwargs)
+    from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 
-        from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
+    from vllm_hetero_spec.engine.seam.speculator_v2 import HeteroSpeculator
 
-        return HeteroSpeculator(create_custom_proposer(vllm_config))
-
-    return init_speculator
-
-
-def _ours(config: "VllmConfig") -> bool:
-    return hasattr(config.speculative_config, "hetero")
+    return HeteroSpeculator(create_custom_proposer(vllm_config))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access to Model Runner V1: views of its batch, and changes to its samplers."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,7 +50,7 @@ class RunnerV1(Runner):
 
         `sampled` has the target ids of each request of the batch, none in prefill.
         """
-        times = self._clock.viewed(time.perf_counter())
+        times = self._clock.viewed()
         runner, drafted = self._runner, scheduler_output.scheduled_spec_decode_tokens
         batch, states = runner.input_batch, runner.requests
         requests = []

@@ -5,7 +5,6 @@ Sampled tokens are on the device. vLLM's kernels also write them to the requests
 memory. One small copy of counts and one wait are therefore enough for a view.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,7 @@ from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import DeviceClock, Runner
 from vllm_hetero_spec.engine.seam.sampled_step import ON_THEIR_WAY, SampledStep
-from vllm_hetero_spec.engine.seam.step_view import BatchView, StepView
+from vllm_hetero_spec.engine.seam.step_view import BatchView, RequestView, StepView, media_of
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Receiver
 
@@ -146,14 +145,27 @@ class RunnerV2(Runner):
         """
         output = step.output
         sampled, texts = self._texts(step)
-        times = self._clock.viewed(time.perf_counter()) if step.times is None else step.times()
+        times = self._clock.viewed() if step.times is None else step.times()
         prompts = self._runner.req_states.prompt_len.np[step.slots].tolist()
         rows, requests = output.num_spec_tokens_to_schedule, []
         for index, (req_id, text) in enumerate(zip(step.req_ids, texts, strict=True)):
             if late and (req_id in self._preempted or not step.came_as(index, self._new)):
                 continue
-            new, params = self._new[req_id], self._params_of(req_id)
-            requests.append(step.request(index, text, sampled[index], prompts[index], new, params))
+            new, verified = self._new[req_id], step.verified.get(req_id, 0)
+            places = output.scheduled_spec_decode_tokens.get(req_id, ())
+            requests.append(
+                RequestView(
+                    req_id,
+                    self._params_of(req_id),
+                    text,
+                    prompts[index],
+                    text[len(text) - sampled[index] :].tolist(),
+                    num_drafted=verified,
+                    num_padding=len(places) - verified,
+                    has_text=new.prompt_embeds is None,
+                    media=media_of(new.mm_features),
+                )
+            )
         started: Mapping[str, str | None] = {}
         if not late:
             self._lengths = dict(zip(step.req_ids, map(len, texts), strict=True))

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.runner import StepTimes
-from vllm_hetero_spec.engine.seam.step_view import RequestView, media_of
 from vllm_hetero_spec.staging import Fetched
 
 if TYPE_CHECKING:
@@ -46,28 +44,3 @@ class SampledStep:
         """Return True if the request has not ended or been added again, so its slot is the same."""
         came = self.came[index]
         return came is not None and present.get(self.req_ids[index]) is came
-
-    def request(
-        self,
-        index: int,
-        text: np.ndarray,
-        sampled: int,
-        num_prompt: int,
-        new: "NewRequestData",
-        params: RequestParams,
-    ) -> RequestView:
-        """Build the view of a request; its last `sampled` tokens are those of the step."""
-        req_id = self.req_ids[index]
-        verified = self.verified.get(req_id, 0)
-        scheduled = self.output.scheduled_spec_decode_tokens.get(req_id, ())
-        return RequestView(
-            req_id=req_id,
-            params=params,
-            token_ids=text,
-            num_prompt_tokens=num_prompt,
-            new_tokens=text[len(text) - sampled :].tolist(),
-            num_drafted=verified,
-            num_padding=len(scheduled) - verified,
-            has_text=new.prompt_embeds is None,
-            media=media_of(new.mm_features),
-        )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.metrics import transport
-from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.runner_v1 import RunnerV1
 from vllm_hetero_spec.engine.seam.step_view import StepView
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase
 
 _Class = TypeVar("_Class")
-_Original = Callable[..., object]  # a method of vLLM
 
 
 class Proposer(transport.Reporter):
@@ -76,10 +74,6 @@ class Proposer(transport.Reporter):
         """Finish the drafts. Called when the scheduler takes them."""
 
     @abstractmethod
-    def snapshot(self) -> DraftStats:
-        """Return the present counters."""
-
-    @abstractmethod
     def record(self) -> int:
         """Capture the drafter's CUDA graphs, and return their size in bytes.
 
@@ -112,14 +106,14 @@ def install_worker_hooks(*, v2: bool) -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     runner = _hook_v2() if v2 else _hook_v1()
-    patching.replace(runner, "capture_model", "record drafter", _capture)
-    patching.replace(runner, "shutdown", "let drafter go", _shutdown)
+    patching.wrap(runner, "capture_model", "record drafter", _capture)
+    patching.wrap(runner, "shutdown", "let drafter go", _shutdown)
     for worker in _family(WorkerBase):
         if worker is not WorkerBase and "compile_or_warm_up_model" in vars(worker):
-            patching.replace(worker, "compile_or_warm_up_model", "calibrate", _warm)
+            patching.wrap(worker, "compile_or_warm_up_model", "calibrate", _warm)
         if worker is not WorkerBase and "wake_up" in vars(worker):
-            patching.replace(worker, "sleep", "sleep", _sleep)
-            patching.replace(worker, "wake_up", "wake", _wake)
+            patching.wrap(worker, "sleep", "sleep", _sleep)
+            patching.wrap(worker, "wake_up", "wake", _wake)
     transport.require_in_worker(runner)
 
 
@@ -130,13 +124,13 @@ def _hook_v1() -> type:
 
     for runner in _family(GPUModelRunner):
         if "load_model" in vars(runner):
-            patching.replace(runner, "load_model", "bind drafter", _load)
-    patching.replace(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
-    patching.replace(GPUModelRunner, "take_draft_token_ids", "finish", _take)
+            patching.wrap(runner, "load_model", "bind drafter", _load)
+    patching.wrap(GPUModelRunner, "propose_draft_token_ids", "propose", propose_hook)
+    patching.wrap(GPUModelRunner, "take_draft_token_ids", "finish", _take)
 
     def trees_of(runner: object) -> TreeAdapter | None:
         drafter = _ours(runner)
-        return None if drafter is None else getattr(drafter.seam, "trees", None)
+        return None if drafter is None else drafter.seam.trees
 
     attention_v1.install(trees_of)
     return GPUModelRunner
@@ -149,9 +143,9 @@ def _hook_v2() -> type:
     from vllm_hetero_spec.engine.seam import async_scheduling
     from vllm_hetero_spec.engine.trees import attention_v2
 
-    patching.replace(GPUModelRunner, "load_model", "load drafter", _load_v2)
-    patching.replace(GPUModelRunner, "execute_model", "step", _execute_v2)
-    patching.replace(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
+    patching.wrap(GPUModelRunner, "load_model", "load drafter", _load_v2)
+    patching.wrap(GPUModelRunner, "execute_model", "step", _execute_v2)
+    patching.wrap(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
     attention_v2.install()
     async_scheduling.capture_all_tiers(cudagraph_utils)
     return GPUModelRunner
@@ -168,140 +162,122 @@ def _ours(runner: object, name: str = "drafter") -> Proposer | None:
     return drafter if isinstance(drafter, Proposer) else None
 
 
-def _load(original: _Original) -> _Original:
-    def load_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
-        if drafter := _ours(runner):
-            from vllm_hetero_spec.engine.trees import attention_v1
+def _load(
+    original: patching.Function, runner: "GPUModelRunner", *args: object, **kwargs: object
+) -> object:
+    if drafter := _ours(runner):
+        from vllm_hetero_spec.engine.trees import attention_v1
 
-            drafter.bind(RunnerV1(runner, attention_v1.trees_of(runner)))
-        return original(runner, *args, **kwargs)
-
-    return load_model
-
-
-def _warm(original: _Original) -> _Original:
-    def compile_or_warm_up_model(worker: "WorkerBase", *args: object, **kwargs: object) -> object:
-        answer = original(worker, *args, **kwargs)
-        if drafter := _ours(worker.model_runner):
-            drafter.record()  # if the target has no graphs
-            drafter.calibrate()
-        return answer
-
-    return compile_or_warm_up_model
+        drafter.bind(RunnerV1(runner, attention_v1.trees_of(runner)))
+    return original(runner, *args, **kwargs)
 
 
-def _sleep(original: _Original) -> _Original:
-    def sleep(worker: "WorkerBase", level: int = 1) -> object:
-        if drafter := _ours(worker.model_runner):
-            drafter.sleep(level)
-        return original(worker, level)
-
-    return sleep
-
-
-def _wake(original: _Original) -> _Original:
-    def wake_up(worker: "WorkerBase", tags: list[str] | None = None) -> object:
-        answer = original(worker, tags)
-        drafter = _ours(worker.model_runner)
-        if drafter and (tags is None or "kv_cache" in tags):
-            drafter.reset()  # KV may have been discarded without `sleep`
-            drafter.wake()
-        return answer
-
-    return wake_up
+def _warm(
+    original: patching.Function, worker: "WorkerBase", *args: object, **kwargs: object
+) -> object:
+    answer = original(worker, *args, **kwargs)
+    if drafter := _ours(worker.model_runner):
+        drafter.record()  # if the target has no graphs
+        drafter.calibrate()
+    return answer
 
 
-def propose_hook(original: _Original) -> _Original:
-    """Wrap `propose_draft_token_ids` of Model Runner V1, to call our drafter."""
-
-    def propose_draft_token_ids(
-        runner: "GPUModelRunner",
-        scheduler_output: "SchedulerOutput",
-        sampled_token_ids: list[list[int]],
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        drafter = _ours(runner)
-        if drafter is None:
-            return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
-        assert isinstance(drafter.seam, RunnerV1)
-        drafter.seam.after_sampling(sampled_token_ids)
-        batch = len(sampled_token_ids)
-        if drafter.skip_step(batch, None, drafter.seam.on_step_start(scheduler_output)):
-            drafter.seam.untimed()
-            return [[] for _ in sampled_token_ids]
-        view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
-        return drafter.after_step(view, batch)
-
-    return propose_draft_token_ids
+def _sleep(original: patching.Function, worker: "WorkerBase", level: int = 1) -> object:
+    if drafter := _ours(worker.model_runner):
+        drafter.sleep(level)
+    return original(worker, level)
 
 
-def _capture(original: _Original) -> _Original:
-    def capture_model(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
-        taken, drafter = original(runner, *args, **kwargs), _ours(runner)
-        rehearsal = kwargs.get("profile_only", False)  # V2 only measures the memory of graphs
-        if drafter and isinstance(taken, int) and not rehearsal:
-            taken += drafter.record()
-        return taken
-
-    return capture_model
-
-
-def _shutdown(original: _Original) -> _Original:
-    def shutdown(runner: "GPUModelRunner") -> object:
-        if drafter := _ours(runner):
-            drafter.close()
-        return original(runner)
-
-    return shutdown
+def _wake(
+    original: patching.Function, worker: "WorkerBase", tags: list[str] | None = None
+) -> object:
+    answer = original(worker, tags)
+    drafter = _ours(worker.model_runner)
+    if drafter and (tags is None or "kv_cache" in tags):
+        drafter.reset()  # KV may have been discarded without `sleep`
+        drafter.wake()
+    return answer
 
 
-def _take(original: _Original) -> _Original:
-    def take_draft_token_ids(runner: "GPUModelRunner", *args: object, **kwargs: object) -> object:
-        if drafter := _ours(runner):
-            drafter.finish()
-        return original(runner, *args, **kwargs)
-
-    return take_draft_token_ids
-
-
-def _load_v2(original: _Original) -> _Original:
-    def load_model(runner: "GPUModelRunnerV2", *args: object, **kwargs: object) -> object:
-        answer = original(runner, *args, **kwargs)
-        if drafter := _ours(runner.speculator, "proposer"):
-            runner.drafter = drafter  # the same attribute as on V1
-            from vllm_hetero_spec.engine.trees import attention_v2
-
-            runner.speculator.load(runner, attention_v2.trees_of(runner))
-        return answer
-
-    return load_model
-
-
-def _execute_v2(original: _Original) -> _Original:
-    def execute_model(
-        runner: "GPUModelRunnerV2",
-        scheduler_output: "SchedulerOutput",
-        *args: object,
-        **kwargs: object,
-    ) -> object:
-        if _ours(runner) and not kwargs.get("dummy_run", False):
-            runner.speculator.on_step_start(scheduler_output)
-        return original(runner, scheduler_output, *args, **kwargs)
-
-    return execute_model
+def propose_hook(
+    original: patching.Function,
+    runner: "GPUModelRunner",
+    scheduler_output: "SchedulerOutput",
+    sampled_token_ids: list[list[int]],
+    *args: object,
+    **kwargs: object,
+) -> object:
+    """Call our drafter instead of `propose_draft_token_ids` of Model Runner V1."""
+    drafter = _ours(runner)
+    if drafter is None:
+        return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
+    assert isinstance(drafter.seam, RunnerV1)
+    drafter.seam.after_sampling(sampled_token_ids)
+    batch = len(sampled_token_ids)
+    if drafter.skip_step(batch, None, drafter.seam.on_step_start(scheduler_output)):
+        drafter.seam.untimed()
+        return [[] for _ in sampled_token_ids]
+    view = partial(drafter.seam.view, scheduler_output, sampled_token_ids)
+    return drafter.after_step(view, batch)
 
 
-def _gather_v2(original: patching.Function) -> patching.Function:
-    """Wrap `gather_batch_req_state` of V2, to plan trees; a batch with branches is not uniform."""
+def _capture(
+    original: patching.Function, runner: "GPUModelRunner", *args: object, **kwargs: object
+) -> object:
+    taken, drafter = original(runner, *args, **kwargs), _ours(runner)
+    rehearsal = kwargs.get("profile_only", False)  # V2 only measures the memory of graphs
+    if drafter and isinstance(taken, int) and not rehearsal:
+        taken += drafter.record()
+    return taken
 
-    def gather_batch_req_state(
-        runner: "GPUModelRunnerV2", scheduler_output: "SchedulerOutput", dummy_run: bool
-    ) -> object:
-        state, uniform = original(runner, scheduler_output, dummy_run)
-        if _ours(runner) and not dummy_run:
-            assert state is not None
-            uniform = None if runner.speculator.seam.plan_trees(state) else uniform
-        return state, uniform
 
-    return gather_batch_req_state
+def _shutdown(original: patching.Function, runner: "GPUModelRunner") -> object:
+    if drafter := _ours(runner):
+        drafter.close()
+    return original(runner)
+
+
+def _take(
+    original: patching.Function, runner: "GPUModelRunner", *args: object, **kwargs: object
+) -> object:
+    if drafter := _ours(runner):
+        drafter.finish()
+    return original(runner, *args, **kwargs)
+
+
+def _load_v2(
+    original: patching.Function, runner: "GPUModelRunnerV2", *args: object, **kwargs: object
+) -> object:
+    answer = original(runner, *args, **kwargs)
+    if drafter := _ours(runner.speculator, "proposer"):
+        runner.drafter = drafter  # the same attribute as on V1
+        from vllm_hetero_spec.engine.trees import attention_v2
+
+        runner.speculator.load(runner, attention_v2.trees_of(runner))
+    return answer
+
+
+def _execute_v2(
+    original: patching.Function,
+    runner: "GPUModelRunnerV2",
+    scheduler_output: "SchedulerOutput",
+    *args: object,
+    **kwargs: object,
+) -> object:
+    if _ours(runner) and not kwargs.get("dummy_run", False):
+        runner.speculator.on_step_start(scheduler_output)
+    return original(runner, scheduler_output, *args, **kwargs)
+
+
+def _gather_v2(
+    original: patching.Function,
+    runner: "GPUModelRunnerV2",
+    scheduler_output: "SchedulerOutput",
+    dummy_run: bool,
+) -> object:
+    """Plan trees in `gather_batch_req_state` of V2; a batch with branches is not uniform."""
+    state, uniform = original(runner, scheduler_output, dummy_run)
+    if _ours(runner) and not dummy_run:
+        assert state is not None
+        uniform = None if runner.speculator.seam.plan_trees(state) else uniform
+    return state, uniform
