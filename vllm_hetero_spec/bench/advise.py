@@ -17,7 +17,7 @@ from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.inputs.weights import local_folder, missing_weights, weight_bytes
-from vllm_hetero_spec.options import DEFAULT_CONTEXT, METHODS
+from vllm_hetero_spec.options import DEFAULT_CONTEXT
 from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 
@@ -55,8 +55,7 @@ class DrafterFacts:
         """Suggested method for sampled requests, from the tokenizers alone."""
         if self.statistics is None:
             return None
-        choices = order(self.statistics, temperature=1.0)
-        return next(choice for choice in choices if choice.method in METHODS)
+        return order(self.statistics, temperature=1.0)[0]
 
 
 def look_at(
