@@ -168,7 +168,6 @@ class Measured:
         return next((candidate for candidate in self.ranking if candidate.faster), None)
 
     def verdict(self, candidate: Candidate) -> str:
-        """Verdict on a candidate, as a clause."""
         best, speedup = self.recommended, candidate.speedup
         if speedup is None:
             return "failed"
@@ -184,7 +183,6 @@ class Measured:
 
 
 def engine_name(engine: EngineId) -> str:
-    """Name of an engine in tables."""
     return f"{engine.drafter} ({engine.method})" if engine.drafter else "target alone"
 
 
