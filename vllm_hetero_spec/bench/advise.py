@@ -115,13 +115,12 @@ class Candidate:
         spreads = [row.speedup for row in self.rows if row.speedup is not None]
         if self.failure or not spreads:
             return None
-
-        def mean(part: str) -> float:
-            return float(prod(getattr(each, part) for each in spreads) ** (1 / len(spreads)))
-
+        median, low, high, first, third = (
+            prod(getattr(spread, part) for spread in spreads) ** (1 / len(spreads))
+            for part in ("median", "low", "high", "quartile1", "quartile3")
+        )
         rounds = min(spread.rounds for spread in spreads)
-        median, low, high = mean("median"), mean("low"), mean("high")
-        return Spread(median, low, high, mean("quartile1"), mean("quartile3"), rounds)
+        return Spread(median, low, high, first, third, rounds)
 
     @property
     def faster_loads(self) -> list[str]:
