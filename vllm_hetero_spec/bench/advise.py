@@ -17,7 +17,7 @@ from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.inputs.weights import local_folder, missing_weights, weight_bytes
-from vllm_hetero_spec.options import DEFAULT_CONTEXT, METHODS
+from vllm_hetero_spec.options import DEFAULT_CONTEXT
 from vllm_hetero_spec.text.statistics import PairMeter, PairStatistics, shared_text
 from vllm_hetero_spec.text.vocabulary import build_maps, default_cache
 
@@ -55,8 +55,7 @@ class DrafterFacts:
         """Suggested method for sampled requests, from the tokenizers alone."""
         if self.statistics is None:
             return None
-        choices = order(self.statistics, temperature=1.0)
-        return next(choice for choice in choices if choice.method in METHODS)
+        return order(self.statistics, temperature=1.0)[0]
 
 
 def look_at(
@@ -116,13 +115,12 @@ class Candidate:
         spreads = [row.speedup for row in self.rows if row.speedup is not None]
         if self.failure or not spreads:
             return None
-
-        def mean(part: str) -> float:
-            return float(prod(getattr(each, part) for each in spreads) ** (1 / len(spreads)))
-
+        median, low, high, first, third = (
+            prod(getattr(spread, part) for spread in spreads) ** (1 / len(spreads))
+            for part in ("median", "low", "high", "quartile1", "quartile3")
+        )
         rounds = min(spread.rounds for spread in spreads)
-        median, low, high = mean("median"), mean("low"), mean("high")
-        return Spread(median, low, high, mean("quartile1"), mean("quartile3"), rounds)
+        return Spread(median, low, high, first, third, rounds)
 
     @property
     def faster_loads(self) -> list[str]:
@@ -169,7 +167,6 @@ class Measured:
         return next((candidate for candidate in self.ranking if candidate.faster), None)
 
     def verdict(self, candidate: Candidate) -> str:
-        """Verdict on a candidate, as a clause."""
         best, speedup = self.recommended, candidate.speedup
         if speedup is None:
             return "failed"
@@ -185,7 +182,6 @@ class Measured:
 
 
 def engine_name(engine: EngineId) -> str:
-    """Name of an engine in tables."""
     return f"{engine.drafter} ({engine.method})" if engine.drafter else "target alone"
 
 

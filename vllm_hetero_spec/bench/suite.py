@@ -183,7 +183,6 @@ class Suite(Table):
     ] = None  # None: derived from the machine
 
     def target(self, name: str) -> Target:
-        """Return the target called `name`."""
         return next(target for target in self.targets if target.name == name)
 
     def described(self) -> dict[str, Any]:

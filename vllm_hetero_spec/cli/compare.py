@@ -63,7 +63,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print."""
     if not 0 <= arguments.temperature <= 10:
         raise ConfigError(
             f"--temperature is {arguments.temperature}; it must be a number from 0 to 10."

@@ -61,7 +61,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Inspect and print."""
     documents = _documents(arguments.text)
     pair = {"target": arguments.target, "drafter": arguments.drafter}
     trust = arguments.trust_remote_code

@@ -48,5 +48,4 @@ def show(found: Sequence[KnownDrafter], console: Console) -> None:
 
 
 def as_data(found: Sequence[KnownDrafter]) -> list[dict[str, Any]]:
-    """Return the drafters as JSON data."""
     return [each._asdict() | {"is_local": each.is_local} for each in found]

@@ -49,11 +49,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    compare.add_parser(commands)
-    bench.add_parser(commands)
-    inspect.add_parser(commands)
-    advise.add_parser(commands)
-    doctor.add_parser(commands)
+    for command in (compare, bench, inspect, advise, doctor):
+        command.add_parser(commands)
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)
