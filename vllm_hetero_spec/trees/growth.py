@@ -61,20 +61,29 @@ class ScoredTree(NamedTuple):
                 tree.values[node] += mass
         return tree
 
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each token, from 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return depths
+
     def children(self) -> Children:
         """Return all tokens as children; siblings have ranks in the order of the tree."""
         ranks: list[int] = []
-        depths: list[int] = []
         shares: list[float] = []
         born = [0] * (len(self.tokens) + 1)
         for parent, value in zip(self.parents, self.values, strict=True):
             ranks.append(born[parent])
             born[parent] += 1
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
             shares.append(value / (self.values[parent] or 1.0) if parent >= 0 else value)
         numbers = np.array(self.parents, np.int64) + 1
         return Children(
-            numbers, np.array(ranks, np.int64), np.array(depths, np.int64), np.array(shares)
+            numbers,
+            np.array(ranks, np.int64),
+            np.array(self.depths, np.int64) - 1,
+            np.array(shares),
         )
 
     def revalued(self, shares: Sequence[float]) -> "ScoredTree":

@@ -13,18 +13,18 @@ _PRECISE = 0.002  # tokens; the search for a price stops at this precision
 
 
 class PricedTree(NamedTuple):
-    """A proposed tree, with one entry per token.
+    """A proposed tree; lists have one entry per token.
 
     Attributes:
         parents: Index of an earlier token; -1 if the token directly continues the request.
         values: Expected accepted tokens; at most the parent's.
-        branches: Price, in tokens, to open a branch with the token, without its rows.
-        again: Rows that such a branch recomputes.
+        branch: Price, in tokens, to open a branch, without its rows.
+        again: Rows that a branch recomputes if the token opens it.
     """
 
     parents: Sequence[int]
     values: Sequence[float]
-    branches: Sequence[float]
+    branch: float
     again: Sequence[int]
 
 
@@ -72,7 +72,7 @@ def worth_their_rows(tree: PricedTree, row: float) -> list[bool]:
     """
     size = len(tree.parents)
     worth = [value - row for value in tree.values]
-    prices = [side + row * again for side, again in zip(tree.branches, tree.again, strict=True)]
+    prices = [tree.branch + row * again for again in tree.again]
     free = [-1] * (size + 1)  # for each node and the root, the child that opens no branch
     for node in reversed(range(size)):
         # Children come after their parents, so `worth[node]` already includes its children.
