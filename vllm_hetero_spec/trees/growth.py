@@ -71,20 +71,14 @@ class ScoredTree(NamedTuple):
 
     def children(self) -> Children:
         """Return all tokens as children; siblings have ranks in the order of the tree."""
-        ranks: list[int] = []
-        shares: list[float] = []
-        born = [0] * (len(self.tokens) + 1)
+        ranks, shares, born = list[int](), list[float](), [0] * (len(self.tokens) + 1)
         for parent, value in zip(self.parents, self.values, strict=True):
             ranks.append(born[parent])
             born[parent] += 1
             shares.append(value / (self.values[parent] or 1.0) if parent >= 0 else value)
-        numbers = np.array(self.parents, np.int64) + 1
-        return Children(
-            numbers,
-            np.array(ranks, np.int64),
-            np.array(self.depths, np.int64) - 1,
-            np.array(shares),
-        )
+        parents = np.array(self.parents, np.int64) + 1
+        depths = np.array(self.depths, np.int64) - 1
+        return Children(parents, np.array(ranks, np.int64), depths, np.array(shares))
 
     def revalued(self, shares: Sequence[float]) -> "ScoredTree":
         """Return the tree with new shares of the parents' values."""
