@@ -159,7 +159,7 @@ class TreeBuilder:
         """
         tree, first = self.tree, len(self.tree.tokens)
         self._unfed.discard(node)
-        self._rest[node] = value = self._value(node)
+        self._rest[node] = value = 1.0 if node == ROOT else tree.values[node]
         for child, (token, share) in enumerate(zip(tokens, shares, strict=True), first):
             tree.add(node, token, value * min(share, 1.0))
             self._rest[node] -= tree.values[child]
@@ -190,9 +190,6 @@ class TreeBuilder:
     def _child(self, node: int, token: int) -> int | None:
         edges = zip(self.tree.tokens, self.tree.parents, strict=True)
         return next((child for child, edge in enumerate(edges) if edge == (token, node)), None)
-
-    def _value(self, node: int) -> float:
-        return 1.0 if node == ROOT else self.tree.values[node]
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root to a node."""
