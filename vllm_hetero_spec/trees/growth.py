@@ -104,7 +104,6 @@ class ScoredTree(NamedTuple):
         return children, taken
 
     def add(self, parent: int, token: int, value: float) -> None:
-        """Add a token."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.values.append(value)
