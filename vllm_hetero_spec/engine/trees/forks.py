@@ -48,12 +48,7 @@ class TreeBranches(RoundExtension):
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        pool: KVPool,
-        bridge: Bridge,
-        stats: DraftStats,
-        chances: Chances,
+        self, drafter: Drafter, pool: KVPool, bridge: Bridge, stats: DraftStats, chances: Chances
     ) -> None:
         self._drafter, self._pool, self._stats = drafter, pool, stats
         self._chances = chances
