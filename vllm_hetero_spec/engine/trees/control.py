@@ -278,17 +278,12 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 def _learn(
     chances: ChildChances | RankRates, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
 ) -> None:
-    parents, nodes = [], 0
-    for found, children, _ in tested:
-        parents.append(found.children.parent[children] + nodes)
+    parts, nodes = [], 0
+    for found, at, taken in tested:
+        children, evidence = found.children, found.evidence[at]
+        parent = children.parent[at] + nodes
+        parts.append((parent, children.rank[at], children.depth[at], evidence, np.array(taken)))
         nodes += len(found.tree.tokens) + 1
-    ranks, depths, evidence = (
-        np.concatenate(of)
-        for of in zip(
-            *((f.children.rank[c], f.children.depth[c], f.evidence[c]) for f, c, _ in tested),
-            strict=True,
-        )
-    )
-    taken = np.concatenate([np.array(of) for _, _, of in tested])
-    _, parent = np.unique(np.concatenate(parents), return_inverse=True)
-    chances.observe(parent, ranks, depths, evidence, taken)
+    parents, *rest = map(np.concatenate, zip(*parts, strict=True))
+    _, numbers = np.unique(parents, return_inverse=True)
+    chances.observe(numbers, *rest)
