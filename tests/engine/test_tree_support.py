@@ -12,10 +12,12 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_hetero_spec.engine.seam.step_view import TreeRoom
-from vllm_hetero_spec.engine.trees import support
-from vllm_hetero_spec.engine.trees.support import BACKENDS, GRAPHS_V1, GRAPHS_V2
+from vllm_hetero_spec.engine.trees import branches as branches_module
+from vllm_hetero_spec.engine.trees.attention_v1 import BranchSequencesV1
+from vllm_hetero_spec.engine.trees.branches import BACKENDS, BranchSequences
 
 ROOM = TreeRoom(nodes=8, rows=16, branches=4)
+GRAPHS_V1, GRAPHS_V2 = BranchSequencesV1.graphs, (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def ranks(*others: bool) -> None:
         given = SimpleNamespace(world_size=1 + len(others), cpu_group="of ranks")
-        monkeypatch.setattr(support, "get_tp_group", lambda: given)
+        monkeypatch.setattr(branches_module, "get_tp_group", lambda: given)
 
         def all_reduce(said: torch.Tensor, op: Any, group: str) -> None:
             assert (op, group) == (torch.distributed.ReduceOp.MIN, "of ranks")
@@ -56,12 +58,14 @@ def agreed(
 
     compilation = SimpleNamespace(cudagraph_mode=mode)
     runner = SimpleNamespace(
+        device=torch.device("cpu"),
         speculative_config=SimpleNamespace(num_speculative_tokens=16),
         attn_groups=[groups(BACKENDS[:1]), groups(backends)],
         vllm_config=SimpleNamespace(compilation_config=compilation),
     )
-    branches: Any = SimpleNamespace(room=lambda requests, rows: room)
-    return support.agree(runner, branches, graphs)
+    branches: Any = BranchSequences(runner)
+    branches.room, branches.graphs = lambda requests, rows: room, graphs
+    return bool(branches.agree())
 
 
 def test_backends_are_those_of_vllm() -> None:

@@ -15,7 +15,7 @@ from v2_runs import SOME
 from vllm import LLM, SamplingParams
 
 from vllm_hetero_spec.engine.trees import branches as branches_module
-from vllm_hetero_spec.engine.trees import scratch, support
+from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.trees.layout import BranchPlan
 
@@ -259,7 +259,7 @@ def test_an_untested_backend_gets_chains(
     """The engine drafts chains, and the runner has no branches."""
     spec = slem(demo_pair / "drafter", tree_nodes=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "BACKENDS", ("ANOTHER",))
+        patch.setattr(branches_module, "BACKENDS", ("ANOTHER",))
         with engine(demo_pair / "target", spec, max_num_seqs=4, block_size=32) as llm:
             assert "Draft trees disabled: they are not tested on" in caplog.text
             generate(llm, few[:4], greedy())

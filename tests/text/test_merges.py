@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy
 
+from vllm_hetero_spec.slrs import merges as merges_module
 from vllm_hetero_spec.slrs.merges import Merges
 from vllm_hetero_spec.text.special_tokens import SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -257,12 +258,15 @@ class Counting:
         return self._encode(texts)
 
 
-def test_verdicts_are_remembered_up_to_a_bound(family: dict[str, TextTokenizer]) -> None:
+def test_verdicts_are_remembered_up_to_a_bound(
+    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counting, drafter = Counting(family["byte-level"]), family["sentencepiece"]
     maps = build_maps(counting.target, drafter)
     d = drafter.token_bytes.index(b"s")
     expected = table(Merges(counting.target, drafter, maps), d)
-    merges = Merges(counting.target, drafter, maps, memo_pairs=64)
+    monkeypatch.setattr(merges_module, "MEMO_PAIRS", 64)
+    merges = Merges(counting.target, drafter, maps)
     rng = np.random.default_rng(0)
 
     def asked(ids: np.ndarray) -> int:

@@ -25,7 +25,7 @@ def random_tree(
         values.append(left * float(generator.uniform(0.2, 0.9)))
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
     fed = [depth + 1 if again else 0 for depth in depths]
-    return PricedTree(parents, values, [side] * size, fed)
+    return PricedTree(parents, values, side, fed)
 
 
 def worth(tree: PricedTree, kept: list[bool], cost: Callable[[int], float]) -> float:
@@ -33,7 +33,7 @@ def worth(tree: PricedTree, kept: list[bool], cost: Callable[[int], float]) -> f
     nodes = [node for node, keep in enumerate(kept) if keep]
     branches = len(nodes) - len({tree.parents[node] for node in nodes})
     brought = sum(tree.values[node] for node in nodes)
-    return brought - cost(rows_of(tree, kept)) - tree.branches[0] * branches
+    return brought - cost(rows_of(tree, kept)) - tree.branch * branches
 
 
 def choices(tree: PricedTree) -> list[list[bool]]:
@@ -60,9 +60,9 @@ def test_the_best_tree_at_given_prices(again: bool) -> None:
 
 
 def test_no_side_is_opened_where_it_costs_too_much() -> None:
-    tree = PricedTree([-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.3], [1.0] * 4, [1] * 4)
+    tree = PricedTree([-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.3], 1.0, [1] * 4)
     assert worth_their_rows(tree, 0.1) == [True, False, True, False]
-    assert worth_their_rows(tree._replace(branches=[0.1] * 4), 0.1) == [True] * 4
+    assert worth_their_rows(tree._replace(branch=0.1), 0.1) == [True] * 4
     # The child with the most valuable subtree continues its parent's sequence, not the likeliest
     # one.
     deeper = tree._replace(values=[0.5, 0.45, 0.01, 0.44])

@@ -45,8 +45,6 @@ class Merges:
         drafter: TextTokenizer,
         maps: VocabularyMaps,
         device: torch.device | str = "cpu",
-        *,
-        memo_pairs: int = MEMO_PAIRS,
     ) -> None:
         self._target, self._drafter, self._maps = target, drafter, maps
         self._target_strings = sorted({data for data in target.token_bytes if data})
@@ -57,7 +55,6 @@ class Merges:
         self._place[order] = np.arange(len(order))
         self._ranges = lru_cache(MEMO_RANGES)(self._find_ranges)
         self._pairs: dict[tuple[bytes, int], int] = {}
-        self._memo_pairs = memo_pairs
         mergeable = np.zeros(drafter.vocab_size, np.float32)
         for d in order:
             mergeable[d] = self.goes_on((d,))
@@ -82,7 +79,7 @@ class Merges:
 
         asked = drafter_ids[possible].tolist()
         unknown = [e for e in set(asked) if (data, e) not in self._pairs]
-        if len(self._pairs) + len(unknown) > self._memo_pairs:
+        if len(self._pairs) + len(unknown) > MEMO_PAIRS:
             self._pairs.clear()
             unknown = list(set(asked))
         merged = self._merged(data, np.array(unknown, np.int32))

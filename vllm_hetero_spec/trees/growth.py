@@ -61,21 +61,24 @@ class ScoredTree(NamedTuple):
                 tree.values[node] += mass
         return tree
 
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each token, from 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return depths
+
     def children(self) -> Children:
         """Return all tokens as children; siblings have ranks in the order of the tree."""
-        ranks: list[int] = []
-        depths: list[int] = []
-        shares: list[float] = []
-        born = [0] * (len(self.tokens) + 1)
+        ranks, shares, born = list[int](), list[float](), [0] * (len(self.tokens) + 1)
         for parent, value in zip(self.parents, self.values, strict=True):
             ranks.append(born[parent])
             born[parent] += 1
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
             shares.append(value / (self.values[parent] or 1.0) if parent >= 0 else value)
-        numbers = np.array(self.parents, np.int64) + 1
-        return Children(
-            numbers, np.array(ranks, np.int64), np.array(depths, np.int64), np.array(shares)
-        )
+        parents = np.array(self.parents, np.int64) + 1
+        depths = np.array(self.depths, np.int64) - 1
+        return Children(parents, np.array(ranks, np.int64), depths, np.array(shares))
 
     def revalued(self, shares: Sequence[float]) -> "ScoredTree":
         """Return the tree with new shares of the parents' values."""
@@ -101,7 +104,6 @@ class ScoredTree(NamedTuple):
         return children, taken
 
     def add(self, parent: int, token: int, value: float) -> None:
-        """Add a token."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.values.append(value)
@@ -156,7 +158,7 @@ class TreeBuilder:
         """
         tree, first = self.tree, len(self.tree.tokens)
         self._unfed.discard(node)
-        self._rest[node] = value = self._value(node)
+        self._rest[node] = value = 1.0 if node == ROOT else tree.values[node]
         for child, (token, share) in enumerate(zip(tokens, shares, strict=True), first):
             tree.add(node, token, value * min(share, 1.0))
             self._rest[node] -= tree.values[child]
@@ -187,9 +189,6 @@ class TreeBuilder:
     def _child(self, node: int, token: int) -> int | None:
         edges = zip(self.tree.tokens, self.tree.parents, strict=True)
         return next((child for child, edge in enumerate(edges) if edge == (token, node)), None)
-
-    def _value(self, node: int) -> float:
-        return 1.0 if node == ROOT else self.tree.values[node]
 
     def path(self, node: int) -> list[int]:
         """Return the tokens from the root to a node."""

@@ -13,18 +13,18 @@ _PRECISE = 0.002  # tokens; the search for a price stops at this precision
 
 
 class PricedTree(NamedTuple):
-    """A proposed tree, with one entry per token.
+    """A proposed tree; lists have one entry per token.
 
     Attributes:
         parents: Index of an earlier token; -1 if the token directly continues the request.
         values: Expected accepted tokens; at most the parent's.
-        branches: Price, in tokens, to open a branch with the token, without its rows.
-        again: Rows that such a branch recomputes.
+        branch: Price, in tokens, to open a branch, without its rows.
+        again: Rows that a branch recomputes if the token opens it.
     """
 
     parents: Sequence[int]
     values: Sequence[float]
-    branches: Sequence[float]
+    branch: float
     again: Sequence[int]
 
 
@@ -72,31 +72,19 @@ def worth_their_rows(tree: PricedTree, row: float) -> list[bool]:
     """
     size = len(tree.parents)
     worth = [value - row for value in tree.values]
-    prices = [side + row * again for side, again in zip(tree.branches, tree.again, strict=True)]
+    prices = [tree.branch + row * again for again in tree.again]
     free = [-1] * (size + 1)  # for each node and the root, the child that opens no branch
     for node in reversed(range(size)):
-        # Children come after their parents, so `worth[node]` already includes its children.
+        # Children come after their parents, so the worth of all children of this node is known.
+        if (best := free[node]) >= 0:  # opens no branch
+            worth[node] += max(0.0, worth[best]) - max(0.0, worth[best] - prices[best])
         parent = tree.parents[node]
-        best = free[parent]
-        if best < 0 or worth[node] > worth[best]:
+        if parent >= 0:  # as if the node opened a branch
+            worth[parent] += max(0.0, worth[node] - prices[node])
+        if free[parent] < 0 or worth[node] > worth[free[parent]]:
             free[parent] = node
-        if parent >= 0:
-            worth[parent] += _paid(worth[node], prices[node])
-            was = _saved(worth[best], prices[best]) if best >= 0 else 0.0
-            now = free[parent]
-            worth[parent] += _saved(worth[now], prices[now]) - was
     kept: list[bool] = []
     for node, parent in enumerate(tree.parents):
         price = 0.0 if free[parent] == node else prices[node]
         kept.append((parent < 0 or kept[parent]) and worth[node] > price)
     return kept
-
-
-def _paid(worth: float, price: float) -> float:
-    """Return the gain of a child that opens a branch."""
-    return max(0.0, worth - price)
-
-
-def _saved(worth: float, price: float) -> float:
-    """Return the additional gain if it opens no branch."""
-    return max(0.0, worth) - _paid(worth, price)

@@ -27,10 +27,7 @@ class RaceTreeBuilder(TreeBuilder):
     """
 
     def __init__(
-        self,
-        spell: Callable[[int], Sequence[int]],
-        chances: Chances,
-        ends: Collection[int] = (),
+        self, spell: Callable[[int], Sequence[int]], chances: Chances, ends: Collection[int] = ()
     ) -> None:
         super().__init__(ends)
         self._spell, self._chances = spell, chances

@@ -64,10 +64,7 @@ class TreeBatch:
 
     @classmethod
     def of(
-        cls,
-        tokens: torch.Tensor,
-        parents: Sequence[Sequence[int]],
-        send: Send = on_host,
+        cls, tokens: torch.Tensor, parents: Sequence[Sequence[int]], send: Send = on_host
     ) -> "TreeBatch":
         """Build a batch from host data.
 

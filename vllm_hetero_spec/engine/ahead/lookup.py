@@ -86,18 +86,13 @@ class Lookup:
             missing = "not_guessed" if remainder is None else "not_ready"
             return LookupResult(task, missing=missing if task.lookahead else "")
         ids, (rank, line) = remainder.ids, seen[remainder.rank]
-        through = (seen[0][1], line) if rank else (line,)
-        peaks = text.peaks
-        for of in through:
-            peaks = peaks[: of.place] + of.peaks
-        first, rows = len(peaks) - len(ids), [b""] * len(ids)
-        if task.draw is not None:
-            drawn = text.rows
-            for of in through:
-                drawn = _rows_of(drawn, of)
-            # Tokens that a verification has received are certain: see `RemoteRequest.seen`.
-            certain = max(0, text.seen - first)
-            rows = rows[:certain] + drawn[first + certain :]
+        peaks, drawn = text.peaks, text.rows
+        for of in (seen[0][1], line) if rank else (line,):
+            peaks, drawn = peaks[: of.place] + of.peaks, _rows_of(drawn, of)
+        first = len(peaks) - len(ids)
+        # Greedy tokens are certain, and those that a verification has received.
+        certain = len(ids) if task.draw is None else min(max(0, text.seen - first), len(ids))
+        rows = [b""] * certain + drawn[first + certain :]
         return LookupResult(task, ids, remainder.known, peaks[first:], rank, first=first, rows=rows)
 
     def done(self, found: LookupResult, enough: int) -> bool:
@@ -126,19 +121,15 @@ class Lookup:
             of.ends = self._bridge.ids_covering(of.ids, proposal, of.known)
             confidences = confidences_of(of.peaks, of.ends)
             of.draft = Draft.chain(of.task.req_id, [*proposal], confidences)
-        if self._drawn is not None:
-            self._spell(found, self._drawn)
-
-    def _spell(self, found: Sequence[LookupResult], drawn: SampledRecordDecoder) -> None:
-        """Replace the drafts of sampled requests, which have `draft_probs`."""
+        # Sampled requests get drafts with `draft_probs` instead.
         own = [of for of in found if of.task.draw is not None and of.ids]
-        if not own:
+        if self._drawn is None or not own:
             return
-        drafts = drawn.drafts(
+        drafts = self._drawn.drafts(
             [of.task for of in own], [of.ids for of in own], [of.rows for of in own]
         )
         for of, draft in zip(own, drafts, strict=True):
-            of.ends = drawn.ends(of.ids)[: len(draft.tokens)]
+            of.ends = self._drawn.ends(of.ids)[: len(draft.tokens)]
             of.draft = draft._replace(confidences=confidences_of(of.peaks, of.ends))
             of.text.seen = of.first + len(of.ids)
 

@@ -223,6 +223,6 @@ class DraftingServer:
         return max(resting, key=lambda of: of.rank > 0, default=None)
 
     def _close(self, slot: int) -> None:
-        text = self._texts.pop(slot, None)
-        if text is not None:
-            text.close(self._pool)
+        if slot in self._texts:
+            for line in self._texts.pop(slot).lines:
+                line.state.close(self._pool)

@@ -110,16 +110,13 @@ class Continuation:
             return
         count = next((at for at, of in enumerate(tokens.tokens, 1) if of in ends), 0)
         ids = tokens.tokens[: count or None]
-        if (
-            row.task.draw is not None
-        ):  # a token that proposes nothing has no row; the next ones wait
+        if row.task.draw is not None:
+            # A token that proposes nothing has no row, and the tokens after it wait.
             ids = ids[: max(1, len(rows))]
         if tokens.beside is not None:
-            of, first = tokens.beside, len(state.context.ids)
-            for at, (token, best, shares) in enumerate(
-                zip(ids, of.tokens.tolist(), of.shares.tolist(), strict=False), first
-            ):
-                self.rivals[at] = Alternative(token, best, shares)
+            best, shares = tokens.beside.tokens.tolist(), tokens.beside.shares.tolist()
+            known = map(Alternative, ids, best, shares)
+            self.rivals |= dict(enumerate(known, len(state.context.ids)))
         state.context.ids += ids
         self.ids += ids
         self.peaks += tokens.confidences[: len(ids)]
@@ -229,11 +226,6 @@ class ServerRequest:
         line = Continuation(state, len(self.lines), guess.place, self._beside, *own)
         self.lines.append(line)
         return line
-
-    def close(self, pool: KVPool) -> None:
-        """Give back all KV blocks."""
-        for line in self.lines:
-            line.state.close(pool)
 
 
 def choose_guesses(

@@ -154,7 +154,6 @@ class SupervisedProcess:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts."""
         return self.life - 1
 
     @property

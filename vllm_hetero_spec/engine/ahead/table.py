@@ -98,7 +98,6 @@ class DraftTable:
 
     @property
     def counts(self) -> Counts:
-        """The latest counts."""
         *whole, seconds = self._counts.tolist()
         return Counts._make([*map(int, whole), seconds])
 

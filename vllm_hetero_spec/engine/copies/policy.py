@@ -31,7 +31,6 @@ class Copy(NamedTuple):
     survival: list[float]
 
     def first(self, count: int) -> "Copy":
-        """Return the first `count` tokens."""
         return Copy(self.tokens[:count], self.survival[:count])
 
     def worth(self, price: float) -> "Copy":

@@ -15,7 +15,6 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.engine.trees.scratch import nodes_of
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class BranchSequencesV1(BranchSequences):
     """Branch sequences of one worker of Model Runner V1."""
 
-    graphs = support.GRAPHS_V1
+    graphs = (CUDAGraphMode.PIECEWISE,)
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)

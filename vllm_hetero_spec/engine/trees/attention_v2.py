@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.branches import BranchSequences
 from vllm_hetero_spec.engine.trees.scratch import nodes_of
 from vllm_hetero_spec.trees.layout import BranchPlan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -32,7 +31,7 @@ logger = logging.getLogger("vllm.hetero_spec")
 class BranchSequencesV2(BranchSequences):
     """Branch sequences of one worker of Model Runner V2."""
 
-    graphs = support.GRAPHS_V2
+    graphs = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         super().__init__(runner)
@@ -133,7 +132,7 @@ class TreeModelState(DefaultModelState):
     def prepare_attn(
         self,
         input_batch: "InputBatch",
-        cudagraph_mode: "CUDAGraphMode",
+        cudagraph_mode: CUDAGraphMode,
         block_tables: Sequence[torch.Tensor],
         slot_mappings: torch.Tensor,
         *args: Any,

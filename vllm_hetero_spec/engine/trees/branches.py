@@ -7,6 +7,7 @@ adds. Once the step's tokens are known, the KV of accepted branch tokens is copi
 request's own blocks.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,6 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeRoom
-from vllm_hetero_spec.engine.trees import support
 from vllm_hetero_spec.engine.trees.scratch import (
     block_sizes_of,
     branches_per_request,
@@ -32,6 +32,12 @@ from vllm_hetero_spec.trees.walk import NO_NODE, TreeBatch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger("vllm.hetero_spec")
+
+# Attention backends on which the tests of draft trees have run. CPU_ATTN: test_tree_engines.py, on
+# both model runners. TRITON_ATTN: scripts/test_gpu.sh, on Model Runner V2 and an H200 (RESULTS 5).
+BACKENDS = ("CPU_ATTN", "TRITON_ATTN")
 
 
 class BatchTrees(NamedTuple):
@@ -92,7 +98,45 @@ class BranchSequences:
         self._is_tree: torch.Tensor | None = None  # `TreesView.is_tree`
 
     def agree(self) -> bool:
-        return support.agree(self._runner, self, self.graphs)
+        reason = self._why_not()
+        if reason:
+            logger.warning("Draft trees disabled: %s.", reason)
+        supported, group = not reason, get_tp_group()
+        if group.world_size > 1:  # to verify a tree as a chain would be wrong
+            votes = torch.tensor([supported], dtype=torch.int32)
+            minimum = torch.distributed.ReduceOp.MIN
+            torch.distributed.all_reduce(votes, minimum, group=group.cpu_group)
+            supported = bool(votes[0])
+        mode, none = self._runner.vllm_config.compilation_config.cudagraph_mode, CUDAGraphMode.NONE
+        if supported and mode not in (None, none) and mode.mixed_mode() not in self.graphs:
+            logger.info(
+                "Steps with draft trees run without CUDA graphs, since cudagraph_mode is %s; "
+                "FULL_AND_PIECEWISE has some for them.",
+                mode.name,
+            )
+        return supported
+
+    def _why_not(self) -> str:
+        """Return why drafts cannot be trees on this rank; empty if they can."""
+        runner = self._runner
+        backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+        if untested := sorted(backends.difference(BACKENDS)):
+            return (
+                f"they are not tested on the attention backend {', '.join(untested)}; supported: "
+                f"{', '.join(BACKENDS)}; choose one with --attention-backend"
+            )
+        room = self.room(1, runner.speculative_config.num_speculative_tokens)
+        if room is None:
+            return (
+                "the KV cache has no block to spare, or not only the KV of full and sliding-window "
+                "attention; a larger one may help"
+            )
+        if not room.branches:
+            return (
+                "one request alone leaves no sequence or too few KV blocks for a side path; raise "
+                "max_num_seqs, or the KV cache"
+            )
+        return ""
 
     @property
     def uneven(self) -> bool:

@@ -212,13 +212,10 @@ class TreePolicy(PlanPolicy):
         """Return depths, values and recomputed rows of the best nodes beside a draft's chain."""
         assert self._room is not None
         tree = self._known(draft).tree.best(self._room.nodes)
-        on_chain = {ROOT}
-        depths: list[int] = []
-        beside: list[int] = []
-        again: list[int] = []
-        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-            depth = depths[parent] + 1 if parent >= 0 else 1
-            depths.append(depth)
+        depths, on_chain = tree.depths, {ROOT}
+        beside, again = list[int](), list[int]()
+        nodes = zip(tree.tokens, tree.parents, depths, strict=True)
+        for node, (token, parent, depth) in enumerate(nodes):
             if parent in on_chain and draft.tokens[depth - 1 : depth] == [token]:
                 on_chain.add(node)
             else:
@@ -247,10 +244,7 @@ class TreePolicy(PlanPolicy):
     def _priced(self, req_id: str, tree: ScoredTree, prices: Controller) -> PricedTree:
         read = self._branches.read_seconds if self._branches is not None else 0.0
         side = prices.tokens_per_second * read * self._requests[req_id].num_tokens
-        again: list[int] = []
-        for parent in tree.parents:
-            again.append(again[parent] + 1 if parent >= 0 else 1)
-        return PricedTree(tree.parents, tree.values, [side] * len(again), again)
+        return PricedTree(tree.parents, tree.values, side, tree.depths)
 
     def _laid_out(self, req_id: str, tree: ScoredTree, room: TreeRoom) -> TreeRows:
         """Return rows of the best tokens that fit.
@@ -284,17 +278,12 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 def _learn(
     chances: ChildChances | RankRates, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
 ) -> None:
-    parents, nodes = [], 0
-    for found, children, _ in tested:
-        parents.append(found.children.parent[children] + nodes)
+    parts, nodes = [], 0
+    for found, at, taken in tested:
+        children, evidence = found.children, found.evidence[at]
+        parent = children.parent[at] + nodes
+        parts.append((parent, children.rank[at], children.depth[at], evidence, np.array(taken)))
         nodes += len(found.tree.tokens) + 1
-    ranks, depths, evidence = (
-        np.concatenate(of)
-        for of in zip(
-            *((f.children.rank[c], f.children.depth[c], f.evidence[c]) for f, c, _ in tested),
-            strict=True,
-        )
-    )
-    taken = np.concatenate([np.array(of) for _, _, of in tested])
-    _, parent = np.unique(np.concatenate(parents), return_inverse=True)
-    chances.observe(parent, ranks, depths, evidence, taken)
+    parents, *rest = map(np.concatenate, zip(*parts, strict=True))
+    _, numbers = np.unique(parents, return_inverse=True)
+    chances.observe(numbers, *rest)

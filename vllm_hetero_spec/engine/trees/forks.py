@@ -48,12 +48,7 @@ class TreeBranches(RoundExtension):
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        pool: KVPool,
-        bridge: Bridge,
-        stats: DraftStats,
-        chances: Chances,
+        self, drafter: Drafter, pool: KVPool, bridge: Bridge, stats: DraftStats, chances: Chances
     ) -> None:
         self._drafter, self._pool, self._stats = drafter, pool, stats
         self._chances = chances
@@ -132,24 +127,20 @@ class TreeBranches(RoundExtension):
     def complete(self, drafts: list[Draft]) -> list[Draft]:
         if not self._found:
             return drafts
-        began, drafts, greedy = time.perf_counter(), list(drafts), list[int]()
-        for place, draft in enumerate(drafts):
-            found = self._found.get(draft.req_id)
-            if found is None:
-                continue
-            if draft.draft_probs is None:
-                greedy.append(place)
-            else:
-                drafts[place] = self._trees.raced(found, draft, self._chances)
-                self.completed += 1
+        began = time.perf_counter()
+        found = [draft for draft in drafts if draft.req_id in self._found]
+        greedy = [draft for draft in found if draft.draft_probs is None]
+        trees = {
+            draft.req_id: self._trees.raced(self._found[draft.req_id], draft, self._chances)
+            for draft in found
+            if draft.draft_probs is not None
+        }
         if greedy:
-            followed = [self._found[drafts[place].req_id] for place in greedy]
-            trees = self._trees.greedy(followed, [drafts[place] for place in greedy])
-            for place, draft in zip(greedy, trees, strict=True):
-                drafts[place] = draft
-            self.completed += len(greedy)
+            followed = [self._found[draft.req_id] for draft in greedy]
+            trees |= {tree.req_id: tree for tree in self._trees.greedy(followed, greedy)}
+        self.completed += len(trees)
         self.seconds += time.perf_counter() - began
-        return drafts
+        return [trees.get(draft.req_id, draft) for draft in drafts]
 
     def _forked(self, row: DraftRow, count: int) -> list[_Fork]:
         forks: list[_Fork] = []
