@@ -65,9 +65,8 @@ class Drafter:
         self.stopwatch = Stopwatch(device)
         self.send_plan = Sender(device).send
         self.send = Sender(device, _OWN_PACKETS).send
-        most = self.most_steps, max_requests
         with torch.inference_mode(mode=False):
-            picked = PickBuffers(*most, device, confidences=rules.confidences, beside=rules.beside)
+            picked = PickBuffers(self.most_steps, max_requests, rules)
         self._receiver = Receiver(device, 4 * picked.packet.numel())
         self._receiver_own = Receiver(device, 8 * self.most_steps * max_requests)
         self.planner = Planner(model.block_size)

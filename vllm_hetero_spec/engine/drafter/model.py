@@ -79,12 +79,7 @@ class DrafterModel:
         ConfigError: The drafter's KV cache cannot be built.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        device: torch.device,
-        kv_budget: KVBudget,
-    ) -> None:
+    def __init__(self, config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> None:
         self.config = config
         self.device = device
         loaded = load_drafter(config, device, kv_budget)

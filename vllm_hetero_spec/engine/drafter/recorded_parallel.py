@@ -50,9 +50,7 @@ class _Tensors:
             self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
             self._slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
             self._lengths = torch.ones(size, dtype=torch.int32, device=device)
-            self._own = PickBuffers(
-                1, size * places, device, confidences=rules.confidences, beside=rules.beside
-            )
+            self._own = PickBuffers(1, size * places, rules)
             self._own.wide = rules.beside > 0
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(1, _PENDING[0])))

@@ -146,9 +146,7 @@ class StaticTensors:
             there = self._mirror.there
             self.fed, self.forks, self.plan_places, self.plan_lengths, self.table = there
             self.step = filled(1, torch.int64, 1)
-            self.now = PickBuffers(
-                1, size, device, confidences=picked.confidences, beside=picked.beside
-            )
+            self.now = PickBuffers(1, size, rules)
             self._picked = picked
             self._starts_cpu = {
                 width: torch.arange(0, size * width + 1, width, dtype=torch.int32)
