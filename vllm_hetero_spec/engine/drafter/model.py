@@ -111,8 +111,7 @@ class DrafterModel:
         elif batch.max_query > 1:
             lines = hidden.view(-1, batch.max_query, hidden.shape[-1])
             hidden = torch.cat([lines[:, -1], lines[:, -2]]) if batch.back else lines[:, -1]
-        logits: torch.Tensor = self.model.compute_logits(hidden)
-        return logits
+        return self.model.compute_logits(hidden)
 
     def metadata(self, batch: ForwardBatch, *, to_capture: bool = False) -> Metadata:
         """Build the attention metadata of a forward, by layer."""

@@ -157,8 +157,7 @@ class PickBuffers:
 
     def read(self, step: int, count: int) -> list[float]:
         """Return the confidences of a step. Used on a CPU only; a device would synchronize."""
-        peaks: list[float] = self._peaks[step, :count].tolist()
-        return peaks
+        return self._peaks[step, :count].tolist()
 
 
 class RowPickers:
