@@ -247,7 +247,7 @@ def test_a_parallel_draft_is_one_replay(
     assert recorded.drafter.forwards == 60
     assert recorded.drafter.restarted_rounds == recorded.healing.shortened_drafts == 0
     idle_step(recorded.drafter, 2)
-    assert graphs.replays == recorded.drafter.replays
+    assert graphs.replays == recorded.drafter.steps.replays
 
 
 @pytest.mark.full
@@ -351,8 +351,8 @@ def test_what_reading_costs_is_timed_as_rounds_read() -> None:
         idle_prefill(world.drafter, tokens)
         assert graphs.replays == before + replays
         assert (world.drafter.model.fed == fed) == (replays > 0)
-    assert world.drafter.replays == graphs.replays
-    assert world.drafter.forward_seconds == 0.0  # it contains only forwards for requests
+    assert world.drafter.steps.replays == graphs.replays
+    assert world.drafter.stopwatch.seconds == 0.0  # it contains only forwards for requests
 
 
 def behind(text: Sequence[int]) -> torch.Tensor:

@@ -43,14 +43,12 @@ class Drafter:
 
     Attributes:
         extensions: Optional features of the rounds.
-        steps: Runs the forwards of a round.
-        send_plan: Sends the plan of a round to the device.
         send: Sends arrays to the device in the middle of a round.
         most_steps: Largest number of drafter tokens per request and round.
         waits: True on a device, where reading a result synchronizes.
         may_wait: Allow `begin` to synchronize; True with asynchronous scheduling.
         restarted_rounds: Rounds whose steps were taken twice.
-        stopwatch: Measures the forwards, token picking included.
+        stopwatch: Measures all forwards on their device, token picking included.
     """
 
     def __init__(
@@ -99,16 +97,6 @@ class Drafter:
         The drafter then does not read its draft tokens, so they have no KV.
         """
         return self.steps.places > 1
-
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds of all forwards so far, token picking included, measured on their device."""
-        return self.stopwatch.seconds
-
-    @property
-    def replays(self) -> int:
-        """Number of forwards so far that replayed a graph."""
-        return self.steps.replays
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[DraftRow], control: Control | None = None) -> None:

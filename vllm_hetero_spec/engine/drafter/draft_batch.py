@@ -160,7 +160,7 @@ class DraftBatchRunner:
         seconds = sum([of.seconds for of in drafter.extensions])
         completed = sum([of.completed for of in drafter.extensions])
         counts = drafter.forwards, stats.drafter_tokens, stats.catch_up_tokens, completed
-        return drafter.forward_seconds, seconds, *counts
+        return drafter.stopwatch.seconds, seconds, *counts
 
     def _drafts(self, current: "_Round") -> list[Draft]:
         rows, control = current.rows, current.control

@@ -160,8 +160,8 @@ class InlineSource:
     def export_to(self, stats: DraftStats) -> None:
         stats.kv_blocks_held = self.pool.held
         stats.reused_tokens = self.pool.reused_tokens
-        stats.forward_seconds = self.drafter.forward_seconds
+        stats.forward_seconds = self.drafter.stopwatch.seconds
         stats.forwards = self.drafter.forwards
-        stats.graph_forwards = self.drafter.replays
+        stats.graph_forwards = self.drafter.steps.replays
         stats.restarted_rounds = self.drafter.restarted_rounds
         stats.shortened_drafts = self._healing.shortened_drafts
