@@ -141,7 +141,8 @@ class EagerSteps:
     def widths(self, count: int) -> Sequence[int]:
         return ()
 
-    last_widths = widths
+    def last_widths(self, count: int) -> Sequence[int]:
+        return self.widths(count)
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         feed, count, self._plan = plan.feed, plan.count, plan
