@@ -17,13 +17,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
-from vllm_hetero_spec.engine.drafter.steps import (
-    EagerSteps,
-    Steps,
-    ragged_batch,
-    read_in_parts,
-    real_tokens,
-)
+from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Steps, ragged_batch, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
@@ -34,9 +28,6 @@ _OWN_PACKETS = 8
 
 class Drafter:
     """Greedy and sampled drafting with a `DrafterModel`, one round at a time.
-
-    A context may contain ids beyond `vocab_size` if both tokenizers are the same: a prompt may have
-    padding ids of the target. The drafter reads id 0 instead.
 
     Args:
         lookahead: Largest draft length in target tokens.
@@ -67,7 +58,7 @@ class Drafter:
             picked = PickBuffers(self.most_steps, max_requests, rules)
         self._receiver = Receiver(device, 4 * picked.packet.numel())
         self._receiver_own = Receiver(device, 8 * self.most_steps * max_requests)
-        self.planner = Planner(model.block_size)
+        self.planner = Planner(model.block_size, rules.vocab_size)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._send_feed = Sender(device).send
         self.steps: Steps = EagerSteps(model, rules, self.send_plan, picked)
@@ -164,8 +155,7 @@ class Drafter:
         """
         self.forwards += 1
         with self.stopwatch:
-            tokens = real_tokens(feed.tokens, self.rules)
-            sent = self._send_feed(tokens, feed.starts, lengths, table, feed.rows)
+            sent = self._send_feed(feed.tokens, feed.starts, lengths, table, feed.rows)
             return self.rules.only_real(self.model.forward(ragged_batch(sent, feed, lengths)))
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:

@@ -19,7 +19,7 @@ from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import DrafterModel
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan
 from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch, real_tokens
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 from vllm_hetero_spec.staging import Send
 
@@ -84,7 +84,6 @@ class ParallelSteps:
         if plan.steps == 1 and not plan.uniform:
             return self._inner.begin(plan)
         counts = [plan.count, *plan.active[1:]]
-        real_tokens(plan.feed.tokens, self._rules)
         feed, rows, lengths = with_masks(plan, self._mask)
         sent = self._send(feed.tokens, feed.starts, lengths, plan.table[: plan.count], rows)
         logits = self._rules.only_real(self._model.forward(ragged_batch(sent, feed, lengths)))

@@ -15,7 +15,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.parallel import ParallelSteps
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, real_tokens
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Mirror, Send
 
@@ -176,7 +176,7 @@ class RecordedParallel(ParallelSteps):
         """Send a round in one packet. Return the lengths of the sequences, int32 [B]."""
         size, pending, masks = len(plan.table), plan.feed.most, self.places - 1
         tokens = np.empty((3, size, pending + masks), np.int64)
-        known = real_tokens(plan.feed.tokens, self._rules).reshape(3, size, pending)
+        known = plan.feed.tokens.reshape(3, size, pending)
         ids, positions, slots = tokens
         tokens[:, :, :pending] = known
         ids[:, pending:] = self._mask

@@ -16,13 +16,7 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.steps import (
-    CaughtUp,
-    EagerSteps,
-    Shape,
-    ragged_batch,
-    real_tokens,
-)
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Shape, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Mirror, Send
 
@@ -282,7 +276,6 @@ class RecordedSteps(EagerSteps):
         self._plan, self._replays_round = plan, (size, 0, False) in self._recordings
         if not self._replays_round:
             return super().begin(plan)
-        real_tokens(feed.tokens, self._rules)
         on.put(plan)
         self.forks = on.forks[:, : plan.forks.shape[1]]
         if plan.uniform:
