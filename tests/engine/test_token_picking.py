@@ -4,6 +4,9 @@
 Fake tensors raise an exception when a value is read.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +80,8 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
         )
         rows = rows_of(races=races)
         picked = PickBuffers(STEPS, len(rows), rules)
-        own = RowPickers(rows, rules, sent)
+        plan: Any = SimpleNamespace(forks=np.zeros((3, 0), np.int64), count=len(rows))
+        own = RowPickers(rows, rules, sent, plan)
         for step in range(STEPS):
             count = sum(row.steps > step for row in rows)
             logits = rules.only_real(torch.rand(count, SIZE + 10))

@@ -170,7 +170,7 @@ class RowPickers:
     """
 
     def __init__(
-        self, rows: Sequence[DraftRow], rules: PickConfig, send: Send, plan: RoundPlan | None = None
+        self, rows: Sequence[DraftRow], rules: PickConfig, send: Send, plan: RoundPlan
     ) -> None:
         device = rules.banned.device
         penalised = [
@@ -180,10 +180,8 @@ class RowPickers:
         ]
         self._steps = [row.steps for row in rows]
         self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
-        forked = []
-        if plan is not None and self.drawn:
-            owners = enumerate(plan.forks[0].tolist(), plan.count)
-            forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
+        owners = enumerate(plan.forks[0].tolist(), plan.count)
+        forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
         self.forked = [at for at, _ in forked]
         self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
         self._penalties: Penalties | None = None
