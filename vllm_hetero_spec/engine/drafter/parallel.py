@@ -16,12 +16,10 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.model import DrafterModel
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan
 from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
-from vllm_hetero_spec.staging import Send
 
 
 def without_mask(rules: PickConfig, mask: int) -> PickConfig:
@@ -41,8 +39,9 @@ def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
     from vllm_hetero_spec.engine.drafter.recorded_parallel import RecordedParallel
 
     def wrap(steps: Steps, recorded: GraphPlan | None) -> Steps:
-        each = steps, drafter.model, drafter.rules, drafter.send_plan, mask, places
-        return ParallelSteps(*each) if recorded is None else RecordedParallel(*each, recorded)
+        if recorded is None:
+            return ParallelSteps(steps, drafter, mask, places)
+        return RecordedParallel(steps, drafter, mask, places, recorded)
 
     drafter.wrap_steps(wrap)
 
@@ -50,17 +49,9 @@ def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
 class ParallelSteps:
     """Runs a round by one forward; implements `Steps`. Rounds of one step run by `inner`."""
 
-    def __init__(
-        self,
-        inner: Steps,
-        model: DrafterModel,
-        rules: PickConfig,
-        send: Send,
-        mask: int,
-        places: int,
-    ) -> None:
-        self._inner, self._model, self._rules, self._send = inner, model, rules, send
-        self._mask, self.picked, self.places = mask, inner.picked, places
+    def __init__(self, inner: Steps, drafter: Drafter, mask: int, places: int) -> None:
+        self._model, self._rules, self._send = drafter.model, drafter.rules, drafter.send_plan
+        self._inner, self._mask, self.picked, self.places = inner, mask, inner.picked, places
         self._logits: Sequence[torch.Tensor] = ()
 
     @property

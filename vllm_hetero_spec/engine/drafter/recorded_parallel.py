@@ -11,13 +11,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.parallel import ParallelSteps
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
-from vllm_hetero_spec.staging import Mirror, Send
+from vllm_hetero_spec.staging import Mirror
 
 # Pending ids per request in a graph: those that the target has just written, and a few more.
 _PENDING = (2, 4, 8, 16)
@@ -113,16 +114,9 @@ class RecordedParallel(ParallelSteps):
     _logits: Sequence[torch.Tensor]
 
     def __init__(
-        self,
-        inner: Steps,
-        model: DrafterModel,
-        rules: PickConfig,
-        send: Send,
-        mask: int,
-        places: int,
-        recorded: GraphPlan,
+        self, inner: Steps, drafter: Drafter, mask: int, places: int, recorded: GraphPlan
     ) -> None:
-        super().__init__(inner, model, rules, send, mask, places)
+        super().__init__(inner, drafter, mask, places)
         self._own_replays = 0
         sizes = sorted({size for size, _ in recorded.shapes})
         self._widths = {
@@ -133,7 +127,7 @@ class RecordedParallel(ParallelSteps):
         self._rounds: dict[tuple[int, int], RecordedForward] = {}  # by requests and pending ids
         if shapes:
             tokens = max(size * (pending + places - 1) for size, pending in shapes)
-            self._on = _Tensors(model, rules, max(shapes)[0], tokens, places)
+            self._on = _Tensors(self._model, self._rules, max(shapes)[0], tokens, places)
         with torch.inference_mode():
             for size, pending in sorted(shapes, reverse=True):
                 self._rounds[size, pending] = self._record(recorded, size, pending)
