@@ -36,6 +36,7 @@ from vllm_hetero_spec.text.drafts import FirstToken
 
 LOOKAHEAD, REQUESTS = 3, 8
 MASK, PLACES = 0, 5  # of a parallel drafter; the mask is never drafted
+CONTROL: Any = SimpleNamespace(can_stop_early=False, drafted=lambda *_: None)
 
 
 class World:
@@ -246,7 +247,7 @@ def test_a_parallel_draft_is_one_replay(
     assert recorded.drafter.forwards == 60
     assert recorded.drafter.restarted_rounds == recorded.healing.shortened_drafts == 0
     idle_step(recorded.drafter, 2)
-    assert graphs.replays == recorded.drafter.replays
+    assert graphs.replays == recorded.drafter.steps.replays
 
 
 @pytest.mark.full
@@ -350,8 +351,8 @@ def test_what_reading_costs_is_timed_as_rounds_read() -> None:
         idle_prefill(world.drafter, tokens)
         assert graphs.replays == before + replays
         assert (world.drafter.model.fed == fed) == (replays > 0)
-    assert world.drafter.replays == graphs.replays
-    assert world.drafter.forward_seconds == 0.0  # it contains only forwards for requests
+    assert world.drafter.steps.replays == graphs.replays
+    assert world.drafter.stopwatch.seconds == 0.0  # it contains only forwards for requests
 
 
 def behind(text: Sequence[int]) -> torch.Tensor:
@@ -548,7 +549,7 @@ def test_nothing_is_drafted_on_behind_an_end() -> None:
         special.drafter_eos = frozenset(drafts[0][place] for place in ends)
         bridge = IdentityBridge(special)
         rounds = DraftBatchRunner(bridge, world.drafter, world.pool, DraftStats(), 99)
-        rounds.begin([task], iter(()))
+        rounds.begin([task], iter(()), CONTROL)
         (draft,) = rounds.finish()
         drafts.append(draft.tokens)
         forwards.append(world.drafter.forwards)
@@ -566,7 +567,7 @@ def test_kv_of_a_text_that_ends_before_its_first_draft_is_not_trusted() -> None:
     task.state.close(world.pool)
     for sound in (False, True):
         task.state.align(world.pool, 0)
-        rounds.begin([task], iter(()))
+        rounds.begin([task], iter(()), CONTROL)
         assert bool(rounds.finish()) is sound
         assert task.state.sequence is not None
         assert task.state.sequence.table.sound is sound

@@ -153,7 +153,7 @@ def test_abort_during_drafting(llm: Any, texts: list, alone: Outputs, monkeypatc
 
     def aborts_first(*args: Any) -> Any:
         drafts = real(*args)
-        if "0" in proposer.drafting.requests:
+        if "0" in proposer.drafting.requests._states:
             core.abort_request(["0"])
         return drafts
 

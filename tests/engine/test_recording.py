@@ -86,7 +86,7 @@ def test_tables_are_as_wide_as_whole_128_tokens(size: int, width: int) -> None:
         found = table_width(blocks, size)
         assert found >= blocks > found - width
         assert found * size % 128 == 0
-    planner = Planner(size)
+    planner = Planner(size, vocab_size=8)
     table = planner.table(planner.nowhere([3 * size, size]))
     assert table.shape == (2, table_width(3, size))
 

@@ -81,7 +81,7 @@ def test_greedy_identity(
         seen.clear()
         assert generate(llm, texts, greedy()) == alone
         assert not seen
-        assert drafter.replays > 0
+        assert drafter.steps.replays > 0
 
 
 def longer_if_any(

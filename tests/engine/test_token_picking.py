@@ -4,6 +4,9 @@
 Fake tensors raise an exception when a value is read.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,6 @@ from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers
 from vllm_hetero_spec.text.context import IdentityContext
 
-CPU = torch.device("cpu")
 SIZE, WIDTH, STEPS = 6000, 5000, 3  # rows are wider than a block of `verify.noise.choose`
 
 
@@ -51,7 +53,8 @@ def test_confidences_are_as_fine_as_the_logits(dtype: torch.dtype, top: float) -
     logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(0))
     logits[:, 7] = torch.linspace(2, 14, 40)
     logits = (logits + top).to(dtype)
-    picked = PickBuffers(1, 40, CPU, confidences=True, beside=3)
+    rules = PickConfig(500, torch.tensor([], dtype=torch.long), confidences=True, beside=3)
+    picked = PickBuffers(1, 40, rules)
     picked.wide = True
     picked.best(logits, 0)
     wanted = logits.float().softmax(-1).topk(3, -1)
@@ -76,8 +79,9 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
             confidences=True,
         )
         rows = rows_of(races=races)
-        picked = PickBuffers(STEPS, len(rows), CPU, confidences=True)
-        own = RowPickers(rows, rules, sent)
+        picked = PickBuffers(STEPS, len(rows), rules)
+        plan: Any = SimpleNamespace(forks=np.zeros((3, 0), np.int64), count=len(rows))
+        own = RowPickers(rows, rules, sent, plan)
         for step in range(STEPS):
             count = sum(row.steps > step for row in rows)
             logits = rules.only_real(torch.rand(count, SIZE + 10))

@@ -320,7 +320,7 @@ def test_where_few_places_were_recorded_all_have_fewer_paths(
     drafts = world.draft(TEXTS, planned(step_of(TEXTS)), paths=3)
     assert all(fed(draft) == expected(paths) for draft in drafts.values())
     assert world.stats.paths_without_room == 3 * (3 - paths)
-    assert world.drafter.replays > 0
+    assert world.drafter.steps.replays > 0
 
 
 @pytest.mark.parametrize("raced", [False, True])

@@ -6,8 +6,6 @@ A sampled method draws d from a row q over the drafter's vocabulary and proposes
 draft_probs(t) = sum of q(d) over all d with first[d] = t.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 
 from vllm_hetero_spec.fast_argmax import fast_argmax
@@ -24,7 +22,6 @@ def most_rows(width: int) -> int:
     return max(1, _MOST_BYTES // (4 * (width + 1)))
 
 
-@dataclass(frozen=True)
 class TokenMap:
     """Map from drafter tokens to the target tokens that they propose.
 
@@ -36,17 +33,11 @@ class TokenMap:
             target token replaces it.
     """
 
-    first: torch.Tensor
-    width: int
-    renormalise: bool = True
-    _nothing: torch.Tensor = field(init=False, repr=False)
-    _column: torch.Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        allowed = self.first >= 0
-        object.__setattr__(self, "_nothing", ~allowed)
+    def __init__(self, first: torch.Tensor, width: int, renormalise: bool = True) -> None:
+        self.first, self.width, self.renormalise = first, width, renormalise
+        self._nothing = first < 0
         # Tokens that propose nothing map to an extra column, which `table[:, :-1]` removes.
-        object.__setattr__(self, "_column", torch.where(allowed, self.first, self.width))
+        self._column = first.masked_fill(self._nothing, width)
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask logits [B, V_D] of tokens that must not be drawn, in place, and return them."""

@@ -124,9 +124,9 @@ class DraftingServer:
             blocks=pool.held,
             read=self._read,
             caught_up=self._caught_up,
-            replays=drafter.replays,
+            replays=drafter.steps.replays,
             reused=pool.reused_tokens,
-            seconds=drafter.forward_seconds,
+            seconds=drafter.stopwatch.seconds,
         )
         self._table.count(done)
 

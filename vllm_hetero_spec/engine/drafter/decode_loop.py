@@ -17,13 +17,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
-from vllm_hetero_spec.engine.drafter.steps import (
-    EagerSteps,
-    Steps,
-    ragged_batch,
-    read_in_parts,
-    real_tokens,
-)
+from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Steps, ragged_batch, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
@@ -35,22 +29,17 @@ _OWN_PACKETS = 8
 class Drafter:
     """Greedy and sampled drafting with a `DrafterModel`, one round at a time.
 
-    A context may contain ids beyond `vocab_size` if both tokenizers are the same: a prompt may have
-    padding ids of the target. The drafter reads id 0 instead.
-
     Args:
         lookahead: Largest draft length in target tokens.
 
     Attributes:
         extensions: Optional features of the rounds.
-        steps: Runs the forwards of a round.
-        send_plan: Sends the plan of a round to the device.
         send: Sends arrays to the device in the middle of a round.
         most_steps: Largest number of drafter tokens per request and round.
         waits: True on a device, where reading a result synchronizes.
         may_wait: Allow `begin` to synchronize; True with asynchronous scheduling.
         restarted_rounds: Rounds whose steps were taken twice.
-        stopwatch: Measures the forwards, token picking included.
+        stopwatch: Measures all forwards on their device, token picking included.
     """
 
     def __init__(
@@ -65,12 +54,11 @@ class Drafter:
         self.stopwatch = Stopwatch(device)
         self.send_plan = Sender(device).send
         self.send = Sender(device, _OWN_PACKETS).send
-        most = self.most_steps, max_requests
         with torch.inference_mode(mode=False):
-            picked = PickBuffers(*most, device, confidences=rules.confidences, beside=rules.beside)
+            picked = PickBuffers(self.most_steps, max_requests, rules)
         self._receiver = Receiver(device, 4 * picked.packet.numel())
         self._receiver_own = Receiver(device, 8 * self.most_steps * max_requests)
-        self.planner = Planner(model.block_size)
+        self.planner = Planner(model.block_size, rules.vocab_size)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._send_feed = Sender(device).send
         self.steps: Steps = EagerSteps(model, rules, self.send_plan, picked)
@@ -100,16 +88,6 @@ class Drafter:
         The drafter then does not read its draft tokens, so they have no KV.
         """
         return self.steps.places > 1
-
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds of all forwards so far, token picking included, measured on their device."""
-        return self.stopwatch.seconds
-
-    @property
-    def replays(self) -> int:
-        """Number of forwards so far that replayed a graph."""
-        return self.steps.replays
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[DraftRow], control: Control | None = None) -> None:
@@ -177,8 +155,7 @@ class Drafter:
         """
         self.forwards += 1
         with self.stopwatch:
-            tokens = real_tokens(feed.tokens, self.rules)
-            sent = self._send_feed(tokens, feed.starts, lengths, table, feed.rows)
+            sent = self._send_feed(feed.tokens, feed.starts, lengths, table, feed.rows)
             return self.rules.only_real(self.model.forward(ragged_batch(sent, feed, lengths)))
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:

@@ -91,16 +91,12 @@ class _Greedy:
     peaks: Sequence[float]
     proposal: list[int] = field(init=False)
 
-    def go_on(self, tokens: DrafterTokens) -> None:
-        self.drafted = [*self.drafted, *tokens.tokens]
-        self.peaks = [*self.peaks, *tokens.confidences]
-
 
 class _Round(NamedTuple):
     """A round between `begin` and `finish`, with the counters and the time of its start."""
 
     rows: list[DraftRow]
-    control: Control | None
+    control: Control
     before: tuple[float, ...]
     began: float
     seconds: float
@@ -121,10 +117,7 @@ class DraftBatchRunner:
         self._round: _Round | None = None
 
     def begin(
-        self,
-        tasks: Sequence[DraftTask],
-        outside: Iterator[RequestState],
-        control: Control | None = None,
+        self, tasks: Sequence[DraftTask], outside: Iterator[RequestState], control: Control
     ) -> None:
         """Admit requests and begin a round. `finish` must follow.
 
@@ -147,20 +140,19 @@ class DraftBatchRunner:
         assert current is not None
         began = time.perf_counter()
         drafts = self._drafts(current) if current.rows else []
-        if current.control is not None:
-            # With asynchronous scheduling, the time between `begin` and `finish` counts as well.
-            # In a step without drafts the target's forward hides that host work.
-            began = current.began if self._drafter.may_wait else began - current.seconds
-            took = time.perf_counter() - began
-            seconds, apart, *counts = (
-                now - then for now, then in zip(self._counts(), current.before, strict=True)
-            )
-            forwards, picked, caught_up, completed = map(int, counts)
-            if self._drafter.parallel:  # the time of a forward depends on the requests alone
-                picked = sum(row.steps > 0 for row in current.rows)
-            overhead = max(0.0, took - seconds - apart)
-            timing = DraftTiming(seconds, overhead, forwards, picked, caught_up, completed, apart)
-            current.control.drafted(timing, drafts)
+        # With asynchronous scheduling, the time between `begin` and `finish` counts as well. In a
+        # step without drafts the target's forward hides that host work.
+        began = current.began if self._drafter.may_wait else began - current.seconds
+        took = time.perf_counter() - began
+        seconds, apart, *counts = (
+            now - then for now, then in zip(self._counts(), current.before, strict=True)
+        )
+        forwards, picked, caught_up, completed = map(int, counts)
+        if self._drafter.parallel:  # the time of a forward depends on the requests alone
+            picked = sum(row.steps > 0 for row in current.rows)
+        overhead = max(0.0, took - seconds - apart)
+        timing = DraftTiming(seconds, overhead, forwards, picked, caught_up, completed, apart)
+        current.control.drafted(timing, drafts)
         return drafts
 
     def _counts(self) -> tuple[float, ...]:
@@ -168,7 +160,7 @@ class DraftBatchRunner:
         seconds = sum([of.seconds for of in drafter.extensions])
         completed = sum([of.completed for of in drafter.extensions])
         counts = drafter.forwards, stats.drafter_tokens, stats.catch_up_tokens, completed
-        return drafter.forward_seconds, seconds, *counts
+        return drafter.stopwatch.seconds, seconds, *counts
 
     def _drafts(self, current: "_Round") -> list[Draft]:
         rows, control = current.rows, current.control
@@ -239,7 +231,7 @@ class DraftBatchRunner:
                 stable = state.num_kv_valid - UNSTABLE_TAIL
                 self._pool.publish(row.sequence.table, state.context.ids, stable)
 
-    def _cover(self, every: Sequence[_Greedy], control: Control | None) -> list[Draft]:
+    def _cover(self, every: Sequence[_Greedy], control: Control) -> list[Draft]:
         """Translate greedy drafts. Continue those that are shorter than their lookahead."""
         making = every
         self._translate(making)
@@ -247,7 +239,8 @@ class DraftBatchRunner:
             drafted = self._drafter.run([made.row for made in making], control)
             for made, tokens in zip(making, drafted, strict=True):
                 self._count(made.row.task, tokens)
-                made.go_on(tokens)
+                made.drafted = [*made.drafted, *tokens.tokens]
+                made.peaks = [*made.peaks, *tokens.confidences]
             self._translate(making)
         return [
             Draft.chain(made.row.task.req_id, made.proposal, self._confidences(made))

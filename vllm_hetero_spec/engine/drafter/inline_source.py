@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,11 +75,8 @@ class InlineSource:
         # because it may be built on one rank only.
         used = [device] if device.type != "cpu" else []
         with self._alone, torch.random.fork_rng(used, device_type=device.type):
-            model = DrafterModel(
-                config,
-                device,
-                lambda bytes_for: kv_budget(options, vllm_config, length, bytes_for),
-            )
+            budget_of = partial(kv_budget, options, vllm_config, length)
+            model = DrafterModel(config, device, budget_of)
         width = vllm_config.model_config.get_vocab_size()
         ranks = 1 if solo else group.world_size
         mask = parallel_mask(drafter_config, options)
@@ -162,8 +160,8 @@ class InlineSource:
     def export_to(self, stats: DraftStats) -> None:
         stats.kv_blocks_held = self.pool.held
         stats.reused_tokens = self.pool.reused_tokens
-        stats.forward_seconds = self.drafter.forward_seconds
+        stats.forward_seconds = self.drafter.stopwatch.seconds
         stats.forwards = self.drafter.forwards
-        stats.graph_forwards = self.drafter.replays
+        stats.graph_forwards = self.drafter.steps.replays
         stats.restarted_rounds = self.drafter.restarted_rounds
         stats.shortened_drafts = self._healing.shortened_drafts

@@ -156,8 +156,7 @@ def _planned_kv(config: VllmConfig, kv_budget: KVBudget) -> "KVCacheConfig":
 
     def planned(num_blocks: int) -> "KVCacheConfig":
         cache.num_gpu_blocks_override = num_blocks
-        plan: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, [group], 0)
-        return plan
+        return planning.get_kv_cache_config_from_groups(config, [group], 0)
 
     size = group.kv_cache_spec.block_size
     block_bytes = planned(1).kv_cache_tensors[0].size

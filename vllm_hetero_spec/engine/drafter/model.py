@@ -79,12 +79,7 @@ class DrafterModel:
         ConfigError: The drafter's KV cache cannot be built.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        device: torch.device,
-        kv_budget: KVBudget,
-    ) -> None:
+    def __init__(self, config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> None:
         self.config = config
         self.device = device
         loaded = load_drafter(config, device, kv_budget)
@@ -116,8 +111,7 @@ class DrafterModel:
         elif batch.max_query > 1:
             lines = hidden.view(-1, batch.max_query, hidden.shape[-1])
             hidden = torch.cat([lines[:, -1], lines[:, -2]]) if batch.back else lines[:, -1]
-        logits: torch.Tensor = self.model.compute_logits(hidden)
-        return logits
+        return self.model.compute_logits(hidden)
 
     def metadata(self, batch: ForwardBatch, *, to_capture: bool = False) -> Metadata:
         """Build the attention metadata of a forward, by layer."""

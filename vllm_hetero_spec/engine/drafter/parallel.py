@@ -16,13 +16,10 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.model import DrafterModel
-from vllm_hetero_spec.engine.drafter.recorded_parallel import RecordedParallel
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan
 from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch, real_tokens
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
-from vllm_hetero_spec.staging import Send
 
 
 def without_mask(rules: PickConfig, mask: int) -> PickConfig:
@@ -39,13 +36,12 @@ def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
         mask: Id of its mask token.
         places: Tokens of an ordinary round. Graphs are recorded for so many.
     """
+    from vllm_hetero_spec.engine.drafter.recorded_parallel import RecordedParallel
 
-    def wrap(steps: Steps, recorded: GraphPlan | None = None) -> Steps:
-        model, rules = drafter.model, drafter.rules
-        graphs = None
-        if recorded is not None:
-            graphs = RecordedParallel(model, rules, steps.picked, mask, places, recorded)
-        return ParallelSteps(steps, model, rules, drafter.send_plan, mask, places, graphs)
+    def wrap(steps: Steps, recorded: GraphPlan | None) -> Steps:
+        if recorded is None:
+            return ParallelSteps(steps, drafter, mask, places)
+        return RecordedParallel(steps, drafter, mask, places, recorded)
 
     drafter.wrap_steps(wrap)
 
@@ -53,48 +49,32 @@ def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
 class ParallelSteps:
     """Runs a round by one forward; implements `Steps`. Rounds of one step run by `inner`."""
 
-    def __init__(
-        self,
-        inner: Steps,
-        model: DrafterModel,
-        rules: PickConfig,
-        send: Send,
-        mask: int,
-        places: int,
-        graphs: RecordedParallel | None,
-    ) -> None:
-        self._inner, self._model, self._rules, self._send = inner, model, rules, send
-        self._mask, self.picked, self._graphs = mask, inner.picked, graphs
-        self.places = places
+    def __init__(self, inner: Steps, drafter: Drafter, mask: int, places: int) -> None:
+        self._model, self._rules, self._send = drafter.model, drafter.rules, drafter.send_plan
+        self._inner, self._mask, self.picked, self.places = inner, mask, inner.picked, places
         self._logits: Sequence[torch.Tensor] = ()
 
     @property
     def replays(self) -> int:
-        return self._inner.replays + (0 if self._graphs is None else self._graphs.replays)
+        return self._inner.replays
 
     @property
     def forks(self) -> torch.Tensor:
         return self._inner.forks
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
-        return Shape() if self._graphs is None else self._graphs.shape(count, pending, context)
+        return Shape()
 
     def widths(self, count: int) -> Sequence[int]:
         return self._inner.widths(count)
 
     def last_widths(self, count: int) -> Sequence[int]:
-        own = () if self._graphs is None else self._graphs.widths(count)
-        return own or self._inner.widths(count)
+        return self._inner.widths(count)
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         if plan.steps == 1 and not plan.uniform:
             return self._inner.begin(plan)
         counts = [plan.count, *plan.active[1:]]
-        if self._graphs is not None and self._graphs.replays_round(plan):
-            behind = self._graphs.begin(plan)
-            self._logits = [self._graphs.logits(step, n) for step, n in enumerate(counts)]
-            return behind
-        real_tokens(plan.feed.tokens, self._rules)
         feed, rows, lengths = with_masks(plan, self._mask)
         sent = self._send(feed.tokens, feed.starts, lengths, plan.table[: plan.count], rows)
         logits = self._rules.only_real(self._model.forward(ragged_batch(sent, feed, lengths)))

@@ -11,10 +11,12 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
+from vllm_hetero_spec.engine.drafter.parallel import ParallelSteps
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, real_tokens
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Mirror
 
@@ -50,9 +52,7 @@ class _Tensors:
             self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
             self._slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
             self._lengths = torch.ones(size, dtype=torch.int32, device=device)
-            self._own = PickBuffers(
-                1, size * places, device, confidences=rules.confidences, beside=rules.beside
-            )
+            self._own = PickBuffers(1, size * places, rules)
             self._own.wide = rules.beside > 0
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(1, _PENDING[0])))
@@ -105,88 +105,72 @@ class _Tensors:
         picked.packet[: self._places, :, :size].copy_(found.permute(2, 0, 1))
 
 
-class RecordedParallel:
-    """Records and replays the rounds of one drafter.
+class RecordedParallel(ParallelSteps):
+    """Replays the rounds of one drafter that fit a graph.
 
-    Args:
-        mask: Id of its mask token.
-        places: P.
-        recorded: `shapes` has the numbers of requests to record.
-
-    Attributes:
-        replays: Number of forwards so far.
+    `places` is P. `recorded` has the numbers of requests to record, in `shapes`.
     """
 
+    _logits: Sequence[torch.Tensor]
+
     def __init__(
-        self,
-        model: DrafterModel,
-        rules: PickConfig,
-        picked: PickBuffers,
-        mask: int,
-        places: int,
-        recorded: GraphPlan,
+        self, inner: Steps, drafter: Drafter, mask: int, places: int, recorded: GraphPlan
     ) -> None:
-        self._model, self._rules, self._picked = model, rules, picked
-        self._mask, self._places = mask, places
-        self.replays = 0
+        super().__init__(inner, drafter, mask, places)
+        self._own_replays = 0
         sizes = sorted({size for size, _ in recorded.shapes})
         self._widths = {
             size: [of for of in _PENDING if size * (of + places - 1) <= _MOST_TOKENS]
             for size in (sizes if recorded.support.several_tokens else ())
         }
         shapes = [(size, pending) for size, of in self._widths.items() for pending in of]
-        self._recordings: dict[tuple[int, int], RecordedForward] = {}
+        self._rounds: dict[tuple[int, int], RecordedForward] = {}  # by requests and pending ids
         if shapes:
             tokens = max(size * (pending + places - 1) for size, pending in shapes)
-            self._on = _Tensors(model, rules, max(shapes)[0], tokens, places)
+            self._on = _Tensors(self._model, self._rules, max(shapes)[0], tokens, places)
         with torch.inference_mode():
             for size, pending in sorted(shapes, reverse=True):
-                self._recordings[size, pending] = self._record(recorded, size, pending)
+                self._rounds[size, pending] = self._record(recorded, size, pending)
+
+    @property
+    def replays(self) -> int:
+        return super().replays + self._own_replays
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
-        """Return the shape to plan a round with, as `Steps.shape`; width 0 without a graph."""
-        fitting = (width for width in self.widths(count) if pending <= width <= context)
-        width = next(fitting, 0)
+        widths = self._widths.get(self._size(count), ())
+        width = next((width for width in widths if pending <= width <= context), 0)
         return Shape(self._size(count), width) if width else Shape()
 
-    def widths(self, count: int) -> Sequence[int]:
-        """Return the numbers of pending ids that graphs of so many requests have room for."""
-        return self._widths.get(self._size(count), ())
+    def last_widths(self, count: int) -> Sequence[int]:
+        return self._widths.get(self._size(count)) or super().last_widths(count)
+
+    def begin(self, plan: RoundPlan) -> CaughtUp:
+        shape, longest = (len(plan.table), plan.feed.most), int(plan.lengths[0].max())
+        fits = plan.steps <= self.places and longest + self.places - 1 <= self._model.max_length
+        if not (plan.uniform and fits and shape in self._rounds):
+            return super().begin(plan)
+        lengths = self._put(plan)
+        self._own_replays += 1
+        self._rounds[shape].run(lengths)
+        counts = [plan.count, *plan.active[1:]]
+        self._logits = [self._on.logits[:count, step] for step, count in enumerate(counts)]
+        return CaughtUp(self._logits[0], self._on.last[: plan.count] if plan.feed.back else None)
 
     def _size(self, count: int) -> int:
         return next((size for size in self._widths if size >= count), 0)
-
-    def replays_round(self, plan: RoundPlan) -> bool:
-        """Return True if a round fits a graph."""
-        longest = int(plan.lengths[0].max()) + self._places - 1
-        fits = plan.steps <= self._places and longest <= self._model.max_length
-        return plan.uniform and fits and (len(plan.table), plan.feed.most) in self._recordings
-
-    def begin(self, plan: RoundPlan) -> CaughtUp:
-        """Run a round, and pick its tokens."""
-        lengths = self._put(plan)
-        self.replays += 1
-        self._recordings[len(plan.table), plan.feed.most].run(lengths)
-        last = self._on.last[: plan.count] if plan.feed.back else None
-        return CaughtUp(self.logits(0, plan.count), last)
-
-    def logits(self, step: int, count: int) -> torch.Tensor:
-        """Return the logits [count, V_D] of a step of the last round."""
-        return self._on.logits[:count, step]
 
     def _record(self, recorded: GraphPlan, size: int, pending: int) -> RecordedForward:
         on = self._on
         on.clear(pending)
         move = partial(on.move, size, pending)
-        finish = partial(on.pick, size=size, picked=self._picked)
-        batch = on.batch(size, pending)
-        return RecordedForward(self._model, recorded, batch, move, finish)
+        finish = partial(on.pick, size=size, picked=self.picked)
+        return RecordedForward(self._model, recorded, on.batch(size, pending), move, finish)
 
     def _put(self, plan: RoundPlan) -> np.ndarray:
         """Send a round in one packet. Return the lengths of the sequences, int32 [B]."""
-        size, pending, masks = len(plan.table), plan.feed.most, self._places - 1
+        size, pending, masks = len(plan.table), plan.feed.most, self.places - 1
         tokens = np.empty((3, size, pending + masks), np.int64)
-        known = real_tokens(plan.feed.tokens, self._rules).reshape(3, size, pending)
+        known = plan.feed.tokens.reshape(3, size, pending)
         ids, positions, slots = tokens
         tokens[:, :, :pending] = known
         ids[:, pending:] = self._mask

@@ -16,13 +16,7 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.steps import (
-    CaughtUp,
-    EagerSteps,
-    Shape,
-    ragged_batch,
-    real_tokens,
-)
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Shape, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Mirror, Send
 
@@ -146,9 +140,7 @@ class StaticTensors:
             there = self._mirror.there
             self.fed, self.forks, self.plan_places, self.plan_lengths, self.table = there
             self.step = filled(1, torch.int64, 1)
-            self.now = PickBuffers(
-                1, size, device, confidences=picked.confidences, beside=picked.beside
-            )
+            self.now = PickBuffers(1, size, rules)
             self._picked = picked
             self._starts_cpu = {
                 width: torch.arange(0, size * width + 1, width, dtype=torch.int32)
@@ -239,10 +231,11 @@ class StaticTensors:
         self.step.add_(1)
 
 
-class RecordedSteps:
-    """Runs rounds by CUDA graphs; implements `Steps`. A catch-up without a graph runs eagerly."""
+class RecordedSteps(EagerSteps):
+    """Runs rounds by CUDA graphs. A round or a catch-up without a graph runs eagerly."""
 
-    places = 1
+    forks: torch.Tensor
+    _plan: RoundPlan
 
     def __init__(
         self,
@@ -252,10 +245,8 @@ class RecordedSteps:
         picked: PickBuffers,
         recorded: GraphPlan,
     ) -> None:
-        self._model, self._rules, self._send, self.picked = model, rules, send, picked
-        self._eager = EagerSteps(model, rules, send, picked)
-        self.replays, self.forks = 0, self._eager.forks
-        self._plan: RoundPlan | None = None  # of the present round; None if it runs eagerly
+        super().__init__(model, rules, send, picked)
+        self.replays, self._replays_round = 0, False
         _, shapes, support = recorded
         shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
         self._widths: dict[int, list[int]] = {}
@@ -280,16 +271,11 @@ class RecordedSteps:
     def widths(self, count: int) -> Sequence[int]:
         return self._widths.get(self._size(count), ())
 
-    last_widths = widths
-
     def begin(self, plan: RoundPlan) -> CaughtUp:
         size, count, feed, on = len(plan.table), plan.count, plan.feed, self._on
-        self._plan = plan if (size, 0, False) in self._recordings else None
-        if self._plan is None:
-            found = self._eager.begin(plan)
-            self.forks = self._eager.forks
-            return found
-        real_tokens(feed.tokens, self._rules)
+        self._plan, self._replays_round = plan, (size, 0, False) in self._recordings
+        if not self._replays_round:
+            return super().begin(plan)
         on.put(plan)
         self.forks = on.forks[:, : plan.forks.shape[1]]
         if plan.uniform:
@@ -302,17 +288,17 @@ class RecordedSteps:
         return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
-        if self._plan is None:
-            return self._eager.step(number)
+        if not self._replays_round:
+            return super().step(number)
         count = self._plan.active[number]
         self._replay(self._plan, self._size(count), 0, number)
         return self._on.logits[:count]
 
     def moved(self) -> None:
-        if self._plan is None:
-            self._eager.moved()
-        else:
+        if self._replays_round:
             self._on.put(self._plan)
+        else:
+            super().moved()
 
     def again(self) -> None:
         self._on.step.fill_(1)

@@ -173,9 +173,6 @@ class Requests:
     def __len__(self) -> int:
         return len(self._states)
 
-    def __contains__(self, req_id: str) -> bool:
-        return req_id in self._states
-
     def clear(self) -> None:
         """Forget all requests. Their KV must be invalid already."""
         self._states.clear()

@@ -117,10 +117,14 @@ def table_width(blocks: int, block_size: int) -> int:
 
 
 class Planner:
-    """Plans the rounds of one drafter."""
+    """Plans the rounds of one drafter, whose ids are below `vocab_size`.
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    A context may contain further ids if both tokenizers are the same: a prompt may have padding ids
+    of the target. The drafter reads id 0 instead.
+    """
+
+    def __init__(self, block_size: int, vocab_size: int) -> None:
+        self.block_size, self._vocab_size = block_size, vocab_size
 
     def plan(
         self,
@@ -221,14 +225,17 @@ class Planner:
         tokens[0] = list(chain.from_iterable(pending))
         tokens[1] = list(chain.from_iterable(ranges))
         tokens[2] = self._slots(table, np.arange(len(counts)).repeat(counts), tokens[1])
-        return BatchFeed(tokens, starts, max(counts))
+        return self._feed(tokens, starts, max(counts))
 
     def _slots(self, table: np.ndarray, lines: np.ndarray, positions: np.ndarray) -> np.ndarray:
         blocks, offsets = np.divmod(positions, self.block_size)
         return table[lines, blocks] * self.block_size + offsets
 
-    @staticmethod
-    def _one_before(ragged: BatchFeed, sequences: Sequence[DraftSequence]) -> BatchFeed:
+    def _feed(self, tokens: np.ndarray, starts: np.ndarray, most: int) -> BatchFeed:
+        tokens[0][tokens[0] >= self._vocab_size] = 0
+        return BatchFeed(tokens, starts, most)
+
+    def _one_before(self, ragged: BatchFeed, sequences: Sequence[DraftSequence]) -> BatchFeed:
         """Add the token before it to each request that feeds only one."""
         starts, queries = ragged.starts, np.diff(ragged.starts)
         alone = (queries == 1) & np.array([bool(sequence.kv_ids) for sequence in sequences])
@@ -237,7 +244,7 @@ class Planner:
         before = np.array([ids, ragged.tokens[1, at] - 1, [NOWHERE] * len(ids)], np.int64)
         tokens = np.insert(ragged.tokens, at, before, axis=1)
         starts = starts + np.array([0, *np.cumsum(alone)], np.int32)
-        return BatchFeed(tokens, starts, max(ragged.most, 2))
+        return self._feed(tokens, starts, max(ragged.most, 2))
 
     def _uniform(
         self,
@@ -260,4 +267,4 @@ class Planner:
         slots[:count][np.arange(width) < known[:, None]] = NOWHERE
         slots[count:] = NOWHERE
         starts = np.arange(0, size * width + 1, width, dtype=np.int32)
-        return BatchFeed(tokens.reshape(3, -1), starts, width)
+        return self._feed(tokens.reshape(3, -1), starts, width)

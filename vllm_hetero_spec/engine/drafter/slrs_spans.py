@@ -97,7 +97,7 @@ class _SpanRound:
         finite = logits.isfinite().any(-1).tolist()
         method, ends = self._method, self._rules.ends
         slrs = Slrs(method.tokens, method.merging, ends, method.merge_span.tokens)
-        first = self._drawn_from(logits, list(range(len(self._rows))))
+        first = self._draws.rows(logits, list(range(len(self._rows))))
         probs = slrs.draft(first, self._paths, self._feed)
         peaks = probs.amax(-1).tolist() if self._rules.confidences and len(probs) else []
         return [
@@ -114,9 +114,6 @@ class _SpanRound:
         draft = Draft.chain(row.task.req_id, path.proposal, confidences, draft_probs)
         draft = draft.first(row.task.lookahead if finite else 0)
         return DrafterTokens(path.drafted, finite, confidences, draft)
-
-    def _drawn_from(self, logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-        return self._draws.rows(self._rules.only_real(logits), indices)
 
     def _feed(
         self, indices: Sequence[int], ids: Sequence[Sequence[int]], side_branches: int = 0
@@ -136,7 +133,7 @@ class _SpanRound:
             pending[line] = [*before, *drafted, *ids[line]]
         feed = self._drafter.planner.ragged(lines, cached.tolist(), pending)
         lengths = (cached + np.diff(feed.starts)).astype(np.int32)
-        return self._drawn_from(self._drafter.feed(feed, lines, lengths), indices)
+        return self._draws.rows(self._drafter.feed(feed, lines, lengths), indices)
 
 
 def _path_of(row: DraftRow, side_branches: int) -> SlrsPath:

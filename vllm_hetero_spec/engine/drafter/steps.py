@@ -87,12 +87,6 @@ class Steps(Protocol):
         """Restart the steps after the tokens that step 0 now has."""
 
 
-def real_tokens(tokens: np.ndarray, rules: PickConfig) -> np.ndarray:
-    """Replace ids that the drafter does not have by 0, in place."""
-    tokens[0][tokens[0] >= rules.vocab_size] = 0
-    return tokens
-
-
 def ragged_batch(
     sent: Sequence[torch.Tensor], feed: BatchFeed, lengths: np.ndarray
 ) -> ForwardBatch:
@@ -141,12 +135,13 @@ class EagerSteps:
     def widths(self, count: int) -> Sequence[int]:
         return ()
 
-    last_widths = widths
+    def last_widths(self, count: int) -> Sequence[int]:
+        return self.widths(count)
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
         feed, count, self._plan = plan.feed, plan.count, plan
         tokens, starts, rows, self._lengths, self._table, self._places, self.forks = self._send(
-            *(real_tokens(feed.tokens, self._rules), feed.starts, feed.rows),
+            *(feed.tokens, feed.starts, feed.rows),
             *(plan.lengths, plan.table, plan.places, plan.forks),
         )
         sent = (tokens, starts, self._lengths[0, :count], self._table[:count], rows)

@@ -79,29 +79,17 @@ class PickConfig:
 class PickBuffers:
     """Picked tokens of up to T steps for up to B rows, in one tensor that is fetched in one copy.
 
-    Args:
-        steps: T.
-        size: B.
-        beside: Number of top candidates per position, m.
-
     Attributes:
-        packet: int32 [T, 3 + 4 m, B]: ids, bits of float32 logits, bits of float32 confidences,
-            fields of `TopCandidates`.
+        packet: int32 [T, 3 + 4 m, B] with m = `PickConfig.beside`: ids, bits of float32 logits,
+            bits of float32 confidences, fields of `TopCandidates`.
         wide: True if this round keeps top candidates; only trees need them.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        size: int,
-        device: torch.device,
-        *,
-        confidences: bool,
-        beside: int = 0,
-    ) -> None:
-        lines = _FIRST_BESIDE + len(TopCandidates._fields) * beside
+    def __init__(self, steps: int, size: int, rules: PickConfig) -> None:
+        self.confidences, self.beside, self.wide = rules.confidences, rules.beside, False
+        lines = _FIRST_BESIDE + len(TopCandidates._fields) * self.beside
+        device = rules.banned.device
         self.packet = torch.zeros((steps, lines, size), dtype=torch.int32, device=device)
-        self.confidences, self.beside, self.wide = confidences, beside, False
         self._ids = self.packet[:, 0]
         self._scores, self._peaks = (self.packet[:, i].view(torch.float32) for i in (1, 2))
 
@@ -169,8 +157,7 @@ class PickBuffers:
 
     def read(self, step: int, count: int) -> list[float]:
         """Return the confidences of a step. Used on a CPU only; a device would synchronize."""
-        peaks: list[float] = self._peaks[step, :count].tolist()
-        return peaks
+        return self._peaks[step, :count].tolist()
 
 
 class RowPickers:
@@ -183,11 +170,7 @@ class RowPickers:
     """
 
     def __init__(
-        self,
-        rows: Sequence[DraftRow],
-        rules: PickConfig,
-        send: Send,
-        plan: RoundPlan | None = None,
+        self, rows: Sequence[DraftRow], rules: PickConfig, send: Send, plan: RoundPlan
     ) -> None:
         device = rules.banned.device
         penalised = [
@@ -197,18 +180,14 @@ class RowPickers:
         ]
         self._steps = [row.steps for row in rows]
         self.drawn = [i for i, row in enumerate(rows) if row.task.draw is not None and row.steps]
-        forked = []
-        if plan is not None and self.drawn:
-            owners = enumerate(plan.forks[0].tolist(), plan.count)
-            forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
+        owners = enumerate(plan.forks[0].tolist(), plan.count)
+        forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
         self.forked = [at for at, _ in forked]
         self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
         self._penalties: Penalties | None = None
         if penalised:
             self._penalties = Penalties(penalised, send)
-            self._own = PickBuffers(
-                1, len(penalised), device, confidences=rules.confidences, beside=rules.beside
-            )
+            self._own = PickBuffers(1, len(penalised), rules)
 
     def __bool__(self) -> bool:
         return self.draws is not None or self._penalties is not None
