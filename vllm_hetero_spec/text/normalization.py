@@ -70,7 +70,7 @@ def _losses(part: dict[str, Any], rule: PieceRule) -> Iterable[str]:
             yield "puts spaces around Chinese characters"
     elif kind == "Replace":
         old, new = part["pattern"], part["content"]
-        if "String" not in old or not rule.keeps(old["String"], new):
+        if "String" not in old or rule.word(new) != old["String"].encode():
             yield f"replaces {next(iter(old.values()))!r} by {new!r}"
     elif kind == "Prepend":
         yield f"prepends {part['prepend']!r}"
