@@ -20,7 +20,7 @@ _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 # A WordPiece decoder with cleanup writes no space before these. It also joins contractions. It
 # recognizes them by several characters, so bytes are determined only if no piece starts with one.
 _PUNCTUATION = (".", "?", "!", ",")
-_CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
+CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
 
 
 class UnknownDecoder(ValueError):
@@ -123,13 +123,6 @@ def _joined_rule(parts: list[dict[str, Any]]) -> PieceRule:
         elif kind != "Strip" or not fused:  # after Fuse, Strip affects only the ends of a text
             raise UnknownDecoder(f"its decoder has a {kind} step")
     return PieceRule(byte_fallback=fallback, replaced=tuple(replaced))
-
-
-def unsafe_contractions(rule: PieceRule, pieces: Iterable[str]) -> list[str]:
-    """Return the pieces whose leading space depends on the next piece, in a WordPiece decoder."""
-    if not rule.cleanup:
-        return []
-    return [piece for piece in pieces if piece.startswith(_CONTRACTIONS)]
 
 
 def byte_level_piece(piece: str) -> bytes:
