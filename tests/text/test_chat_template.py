@@ -270,7 +270,7 @@ def test_bridged_is_the_drafters_own(
     theirs, ours = sides[target], sides[drafter]
     messages = conversation(turns, system)
     bridge = bridged(theirs, ours)
-    assert bridge.chat.active, bridge.chat
+    assert not bridge.chat.reason
     context = opened(bridge, theirs.ids(messages))
     told = heard_by(drafter, said_by(target, messages))
     own = own_ids(ours, told)
@@ -507,7 +507,6 @@ def test_unaligned_templates_are_off_with_a_reason(
 ) -> None:
     other = dressed(backends["byte-level"], RECIPES["plain"], template)
     bridge = bridged(sides["chatml"], other)
-    assert not bridge.chat.active
     assert reason in bridge.chat.reason
     assert "\n" not in str(bridge.chat)
     swapped = bridged(other, sides["chatml"])
@@ -564,7 +563,7 @@ def test_real_tokenizers(real_sides: dict[str, Side], target: str, drafter: str)
         pytest.skip("needs two of the real tokenizers")
     theirs, ours = real_sides[target], real_sides[drafter]
     bridge = bridged(theirs, ours)
-    assert bridge.chat.active, bridge.chat
+    assert not bridge.chat.reason
     # With a system text if the target's template has system turns.
     system = SYSTEM if "system" in bridge.chat.roles else None
     messages = conversation(3, system)

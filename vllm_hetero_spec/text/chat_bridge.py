@@ -65,12 +65,8 @@ class ChatTemplateBridge:
     turn_end: tuple[int, int] | None = None
     _alignment: "_Alignment | None" = None
 
-    @property
-    def active(self) -> bool:
-        return self._alignment is not None
-
     def __str__(self) -> str:
-        if self.active:
+        if not self.reason:
             return f"turn markers are bridged ({', '.join(self.roles)})"
         return f"turn markers are not bridged: {self.reason}"
 

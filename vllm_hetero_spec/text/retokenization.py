@@ -76,9 +76,7 @@ class TextContext:
             target_ids = [self._known(token_id) for token_id in target_ids]
         if self.target_ids:
             return self._take_plain(target_ids)
-        if self._chat.active and target_ids:
-            return self._take_prompt(target_ids)
-        return self._take_plain(self._last_of(target_ids))
+        return self._take_prompt(target_ids)
 
     def _last_of(self, target_ids: Sequence[int]) -> Sequence[int]:
         """Return the last ids of a prompt, enough for the half of `_longest` that is kept."""
