@@ -153,13 +153,12 @@ def from_slow_wrapper(tokenizer: Any, name: str) -> TextTokenizer:
         elif token_id not in special:
             table[token_id] = str(token).encode()
     bos_id = tokenizer.bos_token_id
-    with_special = tokenizer.encode("a", add_special_tokens=True)
     return replace(
         built,
         token_bytes=table,
         special_text=special,
         bos_id=bos_id,
-        adds_bos=bos_id is not None and with_special[:1] == [bos_id],
+        adds_bos=tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id],
         eos_id=tokenizer.eos_token_id,
         fingerprint=_digest(built.fingerprint, table, special),
     )

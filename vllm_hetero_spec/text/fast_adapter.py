@@ -37,14 +37,13 @@ def is_tokenizers(tokenizer: object) -> bool:
 
 def from_transformers(tokenizer: Any, name: str) -> TextTokenizer:
     """Adapt a fast tokenizer of transformers: its backend and the wrapper's special tokens."""
-    with_special = tokenizer.encode("a", add_special_tokens=True)
     bos_id = tokenizer.bos_token_id
     return _build(
         tokenizer.backend_tokenizer,
         name,
         also_special=tokenizer.all_special_ids,
         bos_id=bos_id,
-        adds_bos=bos_id is not None and with_special[:1] == [bos_id],
+        adds_bos=tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id],
         eos_id=tokenizer.eos_token_id,
     )
 
