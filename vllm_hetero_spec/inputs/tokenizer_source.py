@@ -37,14 +37,6 @@ class OpenTokenizer:
     eos_ids: list[int] | None = None  # ids that end a generation; None if no configuration has any
     normalizers: tuple[str, ...] = ()  # types of the normalizers that may change text
 
-    def content(self, token_id: int) -> str:
-        """Return a token as text: the content of a special token, or the decoded bytes."""
-        if token_id in self.text.special_text:
-            return self.text.special_text[token_id]
-        if 0 <= token_id < self.text.vocab_size:
-            return self.text.token_bytes[token_id].decode("utf-8", "replace")
-        return ""
-
 
 def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> OpenTokenizer:
     """Open the tokenizer of a role ("target", "drafter") from a folder, file or Hugging Face name.

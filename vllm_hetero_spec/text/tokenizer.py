@@ -137,6 +137,12 @@ class TextTokenizer:
         """Return the concatenated bytes of `ids`. Special tokens have none."""
         return b"".join([self.token_bytes[token_id] for token_id in ids])
 
+    def content(self, token_id: int, errors: str = "replace") -> str:
+        """Return the content of a special token, the decoded bytes of another one, or ""."""
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        return self.special_text.get(token_id, self.token_bytes[token_id].decode("utf-8", errors))
+
     def limited_to(self, rows: int) -> "TextTokenizer":
         """Return this tokenizer without the ids that have no row in an embedding of `rows` rows.
 
