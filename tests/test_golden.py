@@ -24,7 +24,7 @@ from vllm_hetero_spec.cli import bench, doctor
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.text.token_bytes import byte_alphabet
+from vllm_hetero_spec.text.token_bytes import BYTE_CHARACTERS
 
 GOLDEN = Path(__file__).parent / "golden"
 # Users have results of this suite from earlier versions. `bench` must not measure them again.
@@ -78,7 +78,7 @@ def model(folder: Path, merges: str, special: Sequence[str]) -> str:
     """Write a folder with a byte-level tokenizer, a configuration and a dummy weight file."""
     folder.mkdir()
     pairs = [tuple(merge.split()) for merge in merges.split(",")]
-    pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
+    pieces = [*sorted(BYTE_CHARACTERS), *map("".join, pairs)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

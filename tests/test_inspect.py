@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.options import METHODS
-from vllm_hetero_spec.text.token_bytes import byte_alphabet
+from vllm_hetero_spec.text.token_bytes import BYTE_CHARACTERS
 
 END = "<|endoftext|>"
 CHATML = (
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def bpe(merges: str, special: Sequence[str] = (END,), *, nfc: bool = False) -> Tokenizer:
     """Return a byte-level BPE that merges across words. "he l" merges the pieces "he" and "l"."""
     pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
-    pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
+    pieces = [*sorted(BYTE_CHARACTERS), *map("".join, pairs)]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
     tokenizer.normalizer = normalizers.NFC() if nfc else None
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -11,7 +11,7 @@ from advice_fakes import CONFIG
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from vllm_hetero_spec.text.token_bytes import byte_alphabet
+from vllm_hetero_spec.text.token_bytes import BYTE_CHARACTERS
 
 Make = Callable[..., str]
 
@@ -54,7 +54,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         folder = tmp_path / name
         folder.mkdir()
         pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
-        pieces = [*sorted(byte_alphabet()), *map("".join, pairs)]
+        pieces = [*sorted(BYTE_CHARACTERS), *map("".join, pairs)]
         tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         if known:

@@ -62,7 +62,7 @@ def test_the_drafter_reads_its_own_template(
     run: dict[str, Any], chats: list[Messages], demo_pair: Path
 ) -> None:
     assert run["bridge"].roles == ("system", "user", "assistant")
-    assert run["bridge"].counts["prompts"] == len(chats) == len(run["contexts"])
+    assert len(run["contexts"]) == len(chats)
     drafter = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     own = [
         drafter.encode(  # with the BOS that the tokenizer puts before every text

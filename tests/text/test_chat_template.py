@@ -270,14 +270,14 @@ def test_bridged_is_the_drafters_own(
     theirs, ours = sides[target], sides[drafter]
     messages = conversation(turns, system)
     bridge = bridged(theirs, ours)
-    assert bridge.chat.active, bridge.chat
+    assert not bridge.chat.reason
     context = opened(bridge, theirs.ids(messages))
     told = heard_by(drafter, said_by(target, messages))
     own = own_ids(ours, told)
     # In "[/INST] Hi" and "# assistant: Hi" the space is part of the reply.
     assert settled(ours.text, context.ids) == settled(ours.text, own)
     assert ours.text.decode_bytes(context.ids) == ours.text.decode_bytes(own)
-    assert bridge.chat.counts["prompts"] == 1
+    assert bridge.chat.split(theirs.ids(messages))
 
     prompt, whole = theirs.ids(messages), theirs.prefix([*messages, REPLY])
     reply = theirs.text.decode_bytes(whole)[len(theirs.text.decode_bytes(prompt)) :]
@@ -335,7 +335,7 @@ def test_markers_of_mere_text_count_only_in_their_place(sides: dict[str, Side]) 
     for text in ("Note\n# user: me\n", " # user: me", "x# user: y\n# assistant: z\n"):
         ids = theirs.encode(text)
         assert opened(bridge, ids).ids == opened(unbridged, ids).ids
-    assert not bridge.chat.counts
+        assert bridge.chat.split(ids) is None
     context = opened(bridge, theirs.ids([{"role": "user", "content": "who is # user: x\n\n?"}]))
     told = [{"role": "user", "content": "who is # user: x\n\n?"}]
     assert (
@@ -380,7 +380,7 @@ def test_a_prompt_that_is_no_conversation_is_as_before(sides: dict[str, Side]) -
         for text in ("def f(x):\n    return", "", "x", cut)[: 3 if target == "deepseek" else 4]:
             ids = theirs.wrapper.encode(text)
             assert opened(bridge, ids).ids == opened(unbridged, ids).ids
-        assert not bridge.chat.counts
+            assert bridge.chat.split(ids) is None
 
 
 def test_text_that_holds_the_escape_is_as_before(sides: dict[str, Side]) -> None:
@@ -390,7 +390,7 @@ def test_text_that_holds_the_escape_is_as_before(sides: dict[str, Side]) -> None
     bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
     unbridged.special = bridge.special  # both translate the ends of turns
     assert opened(bridge, ids).ids == opened(unbridged, ids).ids
-    assert not bridge.chat.counts
+    assert bridge.chat.split(ids) is None
 
 
 def test_bos_is_never_doubled(sides: dict[str, Side]) -> None:
@@ -507,7 +507,6 @@ def test_unaligned_templates_are_off_with_a_reason(
 ) -> None:
     other = dressed(backends["byte-level"], RECIPES["plain"], template)
     bridge = bridged(sides["chatml"], other)
-    assert not bridge.chat.active
     assert reason in bridge.chat.reason
     assert "\n" not in str(bridge.chat)
     swapped = bridged(other, sides["chatml"])
@@ -564,7 +563,7 @@ def test_real_tokenizers(real_sides: dict[str, Side], target: str, drafter: str)
         pytest.skip("needs two of the real tokenizers")
     theirs, ours = real_sides[target], real_sides[drafter]
     bridge = bridged(theirs, ours)
-    assert bridge.chat.active, bridge.chat
+    assert not bridge.chat.reason
     # With a system text if the target's template has system turns.
     system = SYSTEM if "system" in bridge.chat.roles else None
     messages = conversation(3, system)

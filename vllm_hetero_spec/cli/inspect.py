@@ -180,7 +180,7 @@ def _side(
         "name": view.name,
         "vocabulary": {"get_vocab": len(opened.strings), **asdict(count_vocabulary(view))},
         "roles": {
-            role: {"id": opened.roles[role], "content": opened.content(opened.roles[role])}
+            role: {"id": opened.roles[role], "content": opened.text.content(opened.roles[role])}
             if role in opened.roles
             else None
             for role in ROLES
@@ -211,7 +211,7 @@ def _control_tokens(target: OpenTokenizer, special: SpecialTokens) -> Iterator[M
         kind = "text" if text else "nothing"
         yield {
             "id": token_id,
-            "content": target.content(token_id),
+            "content": target.text.content(token_id),
             "drafter_id": drafter_id,
             "text": text,
             "becomes": kind if drafter_id is None else "special",

@@ -70,7 +70,7 @@ def _role(role: str, side: Findings) -> str:
 def _ends(opened: OpenTokenizer) -> str:
     if opened.eos_ids is None:
         return "the EOS"
-    return "\n".join(_token(opened.content(each), each) for each in opened.eos_ids) or NONE
+    return "\n".join(_token(opened.text.content(each), each) for each in opened.eos_ids) or NONE
 
 
 def _unspelled(side: Findings) -> str:
@@ -165,8 +165,8 @@ def _control(tokens: Sequence[Findings], opened: Opened) -> Iterator[tuple[str, 
     others = [token for token in tokens if token["id"] not in roles]
     for token in [*named, *others[:_NAMED]]:
         becomes = f"text {token['text']}" if token["text"] else "nothing"
-        if token["drafter_id"] is not None:
-            becomes = _token(opened["drafter"].content(token["drafter_id"]), token["drafter_id"])
+        if (drafter_id := token["drafter_id"]) is not None:
+            becomes = _token(opened["drafter"].text.content(drafter_id), drafter_id)
         yield _token(token["content"], token["id"]), becomes
     for kind, more in Counter(token["becomes"] for token in others[_NAMED:]).items():
         yield f"{more:,} more", _MAPPED[kind]

@@ -6,8 +6,7 @@ which may differ from the tokenizer.json. A single file is opened by the library
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,7 @@ from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
 
 ROLES = ("bos", "eos", "unk", "pad")
 # Files that may contain a vocabulary. tokenizer_config.json alone has none.
-_VOCABULARIES = (
-    "tokenizer.json",
-    "tekken*.json",
-    "vocab.*",
-    "*.model",
-    "*.model.v*",
-    "*.tiktoken",
-)
+_VOCABULARIES = ("tokenizer.json", "tekken*.json", "vocab.*", "*.model", "*.model.v*", "*.tiktoken")
 _LONGEST_REASON = 200  # characters
 _FORMATS = "tokenizer.json, tekken.json or tokenizer.model"
 
@@ -45,14 +37,6 @@ class OpenTokenizer:
     eos_ids: list[int] | None = None  # ids that end a generation; None if no configuration has any
     normalizers: tuple[str, ...] = ()  # types of the normalizers that may change text
 
-    def content(self, token_id: int) -> str:
-        """Return a token as text: the content of a special token, or the decoded bytes."""
-        if token_id in self.text.special_text:
-            return self.text.special_text[token_id]
-        if 0 <= token_id < self.text.vocab_size:
-            return self.text.token_bytes[token_id].decode("utf-8", "replace")
-        return ""
-
 
 def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> OpenTokenizer:
     """Open the tokenizer of a role ("target", "drafter") from a folder, file or Hugging Face name.
@@ -61,8 +45,7 @@ def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> 
         ConfigError: It does not exist, cannot be read, or its bytes cannot be determined.
     """
     path = Path(name).expanduser()
-    where = f"the {role}'s tokenizer {name}"
-    with _one_sentence(where):
+    try:
         if path.is_file():
             return _open_file(path, name)
         if path.is_dir():
@@ -73,20 +56,14 @@ def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> 
                 "Face repository."
             )
         return _from_transformers(name, name, _hub_eos_ids(name), trust_remote_code)
-
-
-@contextmanager
-def _one_sentence(where: str) -> Iterator[None]:
-    try:
-        yield
     except ConfigError:
         raise
     except UnsupportedTokenizer as error:
-        raise ConfigError(f"{where} cannot be bridged: {error}") from error
+        raise ConfigError(f"the {role}'s tokenizer {name} cannot be bridged: {error}") from error
     except Exception as error:  # libraries raise errors of any type for a wrong name or file
         raise ConfigError(
-            f"{where} cannot be opened: {_reason(error)}; name a folder or a repository with a "
-            f"whole {_FORMATS}."
+            f"the {role}'s tokenizer {name} cannot be opened: {_reason(error)}; name a folder or a "
+            f"repository with a whole {_FORMATS}."
         ) from error
 
 

@@ -10,12 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from vllm_hetero_spec.text.model_proto import NO_DUMMY_PREFIX, lossy_reason
-from vllm_hetero_spec.text.token_bytes import (
-    SPACE_MARK,
-    UTF8_BYTES,
-    sentencepiece_piece,
-    single_byte_ids,
-)
+from vllm_hetero_spec.text.token_bytes import SPACE_MARK, UTF8_BYTES, single_byte_ids
 from vllm_hetero_spec.text.tokenizer import LeadingSpace, TextTokenizer, UnsupportedTokenizer
 
 T = TypeVar("T", str, bytes)
@@ -50,13 +45,12 @@ def from_tiktoken(encoding: Any, name: str) -> TextTokenizer:
                 table[token_id] = encoding.decode_single_token_bytes(token_id)
             except KeyError:
                 continue
-    pattern = getattr(encoding, "_pat_str", "")
     return _assemble(
         name,
         table,
         special,
         _without_panics(encoding.encode_ordinary),
-        kind=f"tiktoken {pattern}",
+        kind=f"tiktoken {getattr(encoding, '_pat_str', '')}",
         spell_word=_without_panics(encoding._encode_single_piece),
         eos_id=encoding.eot_token if "<|endoftext|>" in encoding.special_tokens_set else None,
     )
@@ -72,42 +66,37 @@ def from_sentencepiece(model: Any, name: str) -> TextTokenizer:
             f"{name}: this SentencePiece model always puts a space before the text, and this "
             "cannot be disabled; convert it to a tokenizer.json and load that."
         )
-    size = model.get_piece_size()
-    special = {
-        i: model.id_to_piece(i) for i in range(size) if model.is_control(i) or model.is_unknown(i)
-    }
+    ids = range(model.get_piece_size())
+    special = {i: model.id_to_piece(i) for i in ids if model.is_control(i) or model.is_unknown(i)}
+    own_bytes = [i for i in ids if model.is_byte(i)]
     table = [
         b""
         if i in special or model.is_unused(i)
-        else sentencepiece_piece(model.id_to_piece(i), byte_fallback=model.is_byte(i))
-        for i in range(size)
+        else model.id_to_piece(i).replace(SPACE_MARK, " ").encode()
+        for i in ids
     ]
+    for i in own_bytes:
+        table[i] = bytes.fromhex(model.id_to_piece(i)[3:5])  # the piece is `<0xNN>`
     bos_id, eos_id = model.bos_id(), model.eos_id()
-    # Byte pieces come first, because a character of one byte may have the same bytes.
-    own = [i for i in range(size) if model.is_byte(i)]
-    spelled = [(i, table[i]) for i in (*own, *range(size))]
     reason = lossy_reason(proto)
 
     def normalize(text: str) -> str:
         normalized: str = raw.normalize(text) if reason else text
         return normalized.replace(SPACE_MARK, " ")
 
-    built = _assemble(
+    return _assemble(
         name,
         table,
         special,
         raw.encode,
         kind="sentencepiece " + hashlib.sha256(proto).hexdigest(),
+        own_bytes=own_bytes,
         bos_id=bos_id if bos_id >= 0 else None,
         eos_id=eos_id if eos_id >= 0 else None,
         leading_space=LeadingSpace("always" if _pieces_text(model, "a") == " a" else "none"),
-    )
-    return replace(
-        built,
-        byte_ids=single_byte_ids(spelled),
         raw_normalize=normalize,
         lossy_reason=reason,
-        spells_all={table[i][0] for i in own} >= UTF8_BYTES,
+        spells_all={table[i][0] for i in own_bytes} >= UTF8_BYTES,
         unknown_id=model.unk_id(),
     )
 
@@ -123,22 +112,17 @@ def from_mistral(tokenizer: Any, name: str) -> TextTokenizer:
     table = [b""] * offset
     table += [model.decode_single_token_bytes(i) for i in range(core.n_words - offset)]
 
-    encode_ordinary = _without_panics(model.encode_ordinary)
-    encode_single_piece = _without_panics(model._encode_single_piece)
-
-    def encode(text: str) -> list[int]:
-        return [token_id + offset for token_id in encode_ordinary(text)]
-
-    def spell_word(data: bytes) -> list[int]:
-        return [token_id + offset for token_id in encode_single_piece(data)]
+    def shifted(encode: Callable[[T], list[int]]) -> Callable[[T], list[int]]:
+        guarded = _without_panics(encode)
+        return lambda text: [token_id + offset for token_id in guarded(text)]
 
     return _assemble(
         name,
         table,
         special,
-        encode,
+        shifted(model.encode_ordinary),
         kind=f"tekken {model._pat_str}",
-        spell_word=spell_word,
+        spell_word=shifted(model._encode_single_piece),
         bos_id=core.bos_id,
         adds_bos=True,
         eos_id=core.eos_id,
@@ -169,13 +153,12 @@ def from_slow_wrapper(tokenizer: Any, name: str) -> TextTokenizer:
         elif token_id not in special:
             table[token_id] = str(token).encode()
     bos_id = tokenizer.bos_token_id
-    with_special = tokenizer.encode("a", add_special_tokens=True)
     return replace(
         built,
         token_bytes=table,
         special_text=special,
         bos_id=bos_id,
-        adds_bos=bos_id is not None and with_special[:1] == [bos_id],
+        adds_bos=tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id],
         eos_id=tokenizer.eos_token_id,
         fingerprint=_digest(built.fingerprint, table, special),
     )
@@ -188,28 +171,23 @@ def _assemble(
     encode: Callable[[str], list[int]],
     *,
     kind: str,
-    spell_word: Callable[[bytes], list[int]] | None = None,
-    bos_id: int | None = None,
-    adds_bos: bool = False,
-    eos_id: int | None = None,
-    leading_space: LeadingSpace | None = None,
+    own_bytes: Sequence[int] = (),
+    **others: Any,
 ) -> TextTokenizer:
-    def encode_batch(texts: Sequence[str]) -> list[list[int]]:
-        return [encode(text) for text in texts]
+    """Return a tokenizer with the attributes `others`.
 
+    `own_bytes` are ids of byte pieces. They come first, because a character of one byte may have
+    the same bytes.
+    """
     return TextTokenizer(
         name=name,
         token_bytes=table,
         special_text=special,
-        byte_ids=single_byte_ids(enumerate(table)),
+        byte_ids=single_byte_ids((i, table[i]) for i in (*own_bytes, *range(len(table)))),
         fingerprint=_digest(kind, table, special),
         raw_encode=encode,
-        raw_encode_batch=encode_batch,
-        spell_word=spell_word,
-        bos_id=bos_id,
-        adds_bos=adds_bos,
-        eos_id=eos_id,
-        leading_space=leading_space or LeadingSpace(),
+        raw_encode_batch=lambda texts: [encode(text) for text in texts],
+        **others,
     )
 
 

@@ -9,9 +9,8 @@ own default system prompt is inserted before a conversation that has no system t
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_hetero_spec.text.chat_template import (
@@ -59,21 +58,15 @@ class ChatTemplateBridge:
         reason: Clause that explains why no markers are translated. "" if they are.
         roles: Roles whose turns are translated.
         turn_end: Control tokens that end an assistant's turn (target, drafter), if both have one.
-        counts: Number of translated prompts ("prompts") and of replaced marker bytes ("bytes").
     """
 
     reason: str = ""
     roles: tuple[str, ...] = ()
     turn_end: tuple[int, int] | None = None
-    counts: Counter[str] = field(default_factory=Counter)
     _alignment: "_Alignment | None" = None
 
-    @property
-    def active(self) -> bool:
-        return self._alignment is not None
-
     def __str__(self) -> str:
-        if self.active:
+        if not self.reason:
             return f"turn markers are bridged ({', '.join(self.roles)})"
         return f"turn markers are not bridged: {self.reason}"
 
@@ -83,8 +76,7 @@ class ChatTemplateBridge:
         Return None if the prompt does not begin as a conversation does.
         """
         rules = self._alignment
-        read = None if rules is None else rules.stream(ids)
-        if rules is None or read is None:
+        if rules is None or (read := rules.stream(ids)) is None:
             return None
         leading, body = read
         match = rules.start.match(body)
@@ -93,7 +85,6 @@ class ChatTemplateBridge:
         pieces: list[Piece] = [*ids[:leading]]
         position, state = 0, _START
         bare = False  # the last piece ends in a control token
-        self.counts["prompts"] += 1
         while match:
             literal = match[0]
             move = rules.moves[literal].get(state)
@@ -102,7 +93,6 @@ class ChatTemplateBridge:
                 marker, state = move
                 pieces.append(marker)
                 position, bare = match.end(), _is_bare(literal)
-                self.counts["bytes"] += len(rules.stream.literal(literal))
             match = rules.marker.search(body, match.end())
         return [*pieces, *rules.plain(body[position:], bare)]
 

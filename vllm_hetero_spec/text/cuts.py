@@ -5,6 +5,7 @@ A place is an index into the tail, in characters. 0 means that there is none.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from unicodedata import combining
 
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -49,16 +50,12 @@ def forced_cut(drafter: TextTokenizer, tail: str) -> int:
     is safe, as in a tail of combining marks only, the tail is cut at the first choice.
     """
     first = word_cut(drafter, tail) or len(tail) // 2
-    normalize, tries = drafter.normalize, 0
-    for at in range(first, 0, -1):
-        if combining(tail[at]):
-            continue
+    normalize = drafter.normalize
+    places = (at for at in range(first, 0, -1) if not combining(tail[at]))
+    for at in islice(places, FORCED_TRIES):
         left, right = tail[max(0, at - FORCED_NEAR) : at], tail[at : at + FORCED_NEAR] + ANY_WORD
         if normalize(left) + normalize(right) == normalize(left + right):
             return at
-        tries += 1
-        if tries == FORCED_TRIES:
-            break
     return first
 
 

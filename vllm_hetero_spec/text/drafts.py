@@ -11,6 +11,7 @@ from codecs import utf_8_decode
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -120,11 +121,8 @@ class DraftTranslator:
             return True  # the drafter token is only the beginning of a character
         if data.isspace():
             text += _WORD
-        for token_id in self._target.encode(text):
-            left -= len(self._target.token_bytes[token_id])
-            if left <= 0:
-                break
-        return left == 0
+        sizes = (len(self._target.token_bytes[token_id]) for token_id in self._target.encode(text))
+        return left in accumulate(sizes)
 
     def longer_last(self, context: TextContext, candidates: Sequence[int]) -> FirstToken | None:
         last = self._piece(context.ids[-1]) if context.ids else None
@@ -272,12 +270,10 @@ class DraftTranslator:
         count = len(stretch.anchor)
         if ids[:count] == stretch.anchor:
             return count
-        left = len(self._target.decode_bytes(stretch.anchor))
-        for index, token_id in enumerate(ids):
-            if left <= 0:
-                return index if left == 0 else None
-            left -= len(self._target.token_bytes[token_id])
-        return len(ids) if left == 0 else None
+        place = len(self._target.decode_bytes(stretch.anchor))
+        sizes = (len(self._target.token_bytes[token_id]) for token_id in ids)
+        ends = [*accumulate(sizes, initial=0)]
+        return ends.index(place) if place in ends else None
 
     def _checked(self, ids: Sequence[int], stretch: _Stretch, limit: int) -> tuple[list[int], bool]:
         """Return the longest prefix of ids that spells drafted bytes, and True if it spells all."""

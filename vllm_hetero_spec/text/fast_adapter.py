@@ -12,11 +12,11 @@ from vllm_hetero_spec.text.fast_model import FastModel, byte_table
 from vllm_hetero_spec.text.normalization import lossy_reason
 from vllm_hetero_spec.text.raw_copy import Pipeline, raw_copy
 from vllm_hetero_spec.text.token_bytes import (
+    CONTRACTIONS,
     PieceRule,
     UnknownDecoder,
     components,
     decoder_rule,
-    unsafe_contractions,
 )
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, unchanged
 from vllm_hetero_spec.text.words import encoder
@@ -37,14 +37,13 @@ def is_tokenizers(tokenizer: object) -> bool:
 
 def from_transformers(tokenizer: Any, name: str) -> TextTokenizer:
     """Adapt a fast tokenizer of transformers: its backend and the wrapper's special tokens."""
-    with_special = tokenizer.encode("a", add_special_tokens=True)
     bos_id = tokenizer.bos_token_id
     return _build(
         tokenizer.backend_tokenizer,
         name,
         also_special=tokenizer.all_special_ids,
         bos_id=bos_id,
-        adds_bos=bos_id is not None and with_special[:1] == [bos_id],
+        adds_bos=tokenizer.encode("a", add_special_tokens=True)[:1] == [bos_id],
         eos_id=tokenizer.eos_token_id,
     )
 
@@ -147,10 +146,10 @@ def _check_vocabulary(
             f"{name}: its {len(vocabulary)} tokens have {len(ids)} different ids up to {max(ids)}; "
             "every token needs an id of its own, and most ids a token."
         )
-    unsafe = unsafe_contractions(rule, (p for p, i in vocabulary.items() if i not in special))
-    if unsafe:
+    words = (p for p, i in vocabulary.items() if i not in special and p.startswith(CONTRACTIONS))
+    if rule.cleanup and (unsafe := next(words, None)):
         raise UnsupportedTokenizer(
-            f"{name}: its WordPiece decoder joins contractions such as {unsafe[0]!r} to the word "
+            f"{name}: its WordPiece decoder joins contractions such as {unsafe!r} to the word "
             "before, so that bytes depend on more than the token; use a tokenizer whose decoder "
             "does not clean up."
         )

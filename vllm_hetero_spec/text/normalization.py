@@ -15,7 +15,6 @@ from vllm_hetero_spec.text.token_bytes import PieceRule, components
 
 # Text of many kinds. A pre-tokenizer that keeps all of it is assumed to keep any text.
 _SAMPLE = "The  cat's\tnaïve\r\n\n Ω-12,34.6 _x_ 中文 か 한국 (👍🏽) <|a|> ##b \u00a0e\u0301\u200d~"
-_SPACES_DROPPED = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
 _LOSSES = {
     "NFKC": "applies NFKC",
     "NFKD": "applies NFKD",
@@ -26,11 +25,6 @@ _LOSSES = {
     "Precompiled": "applies a SentencePiece character map",
 }
 _HARMLESS = {"NFC", "NFD", "ByteLevel"}
-
-
-def drops_spaces(part: dict[str, Any]) -> bool:
-    """Return True if a pre-tokenizer of this type removes the white space between words."""
-    return part["type"] in _SPACES_DROPPED
 
 
 def loses_separators(raw: Tokenizer, rule: PieceRule) -> bool:
@@ -70,7 +64,7 @@ def _losses(part: dict[str, Any], rule: PieceRule) -> Iterable[str]:
             yield "puts spaces around Chinese characters"
     elif kind == "Replace":
         old, new = part["pattern"], part["content"]
-        if "String" not in old or not rule.keeps(old["String"], new):
+        if "String" not in old or rule.word(new) != old["String"].encode():
             yield f"replaces {next(iter(old.values()))!r} by {new!r}"
     elif kind == "Prepend":
         yield f"prepends {part['prepend']!r}"
@@ -94,7 +88,7 @@ def stretch_normalizer(raw: Tokenizer, rule: PieceRule) -> Callable[[str], str]:
 
 
 def text_normalizer(
-    stretch: Callable[[str], str], splitter: Tokenizer | None, written: dict[str, str]
+    stretch: Callable[[str], str], splitter: Tokenizer, written: dict[str, str]
 ) -> Callable[[str], str]:
     """Return the normalization of any text. Added tokens found before normalization stay whole.
 
@@ -103,8 +97,6 @@ def text_normalizer(
         splitter: Tokenizer that gives one token for each of them and for each stretch between.
         written: Text of each of them, by content.
     """
-    if splitter is None:
-        return stretch
 
     def normalize(text: str) -> str:
         encoding = splitter.encode(text, add_special_tokens=False)

@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from vllm_hetero_spec.text.fast_model import FastModel
 from vllm_hetero_spec.text.normalization import (
-    drops_spaces,
     loses_separators,
     stretch_normalizer,
     text_normalizer,
@@ -25,6 +24,8 @@ from vllm_hetero_spec.text.tokenizer import LeadingSpace
 Section = dict[str, Any] | None
 
 _NO_WORD = "\U0010ffff none"
+# Pre-tokenizers that remove the white space between words.
+_SPACES_DROPPED = {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
 _LITERAL_BYTE = {"Regex": "<0x(?=[0-9A-Fa-f]{2}>)"}
 
 
@@ -50,7 +51,7 @@ class Pipeline:
                 return LeadingSpace("always")
         every_word = False  # if true, only the space before the first word is additional
         for part in components(self.pre_tokenizer):
-            every_word |= drops_spaces(part)
+            every_word |= part["type"] in _SPACES_DROPPED
             if part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
                 scheme = part.get("prepend_scheme", "always")
                 return LeadingSpace("first" if every_word else scheme, unless_present=True)
@@ -65,15 +66,14 @@ class Pipeline:
         would find that token in its vocabulary.
         """
         normalizers = [part for part in components(self.normalizer) if not _prepends_space(part)]
-        pre_tokenizers = []
+        pre_tokenizers = components(self.pre_tokenizer)
         every_word = False
-        for part in components(self.pre_tokenizer):
-            every_word |= drops_spaces(part)
+        for part in pre_tokenizers:
+            every_word |= part["type"] in _SPACES_DROPPED
             if part["type"] == "Metaspace" and not every_word:
                 part["prepend_scheme"] = "never"
             elif part["type"] == "ByteLevel" and not every_word:
                 part["add_prefix_space"] = False
-            pre_tokenizers.append(part)
         if model.rule.byte_fallback and model.looks_words_up:
             pre_tokenizers.append(_split(_LITERAL_BYTE))
         if model.rule.continuing:
@@ -141,12 +141,13 @@ def raw_copy(
 
     verbatim = {i: token for i, token in added.items() if not token.normalized}
     written = {verbatim[i].content: table[i].decode() for i in verbatim.keys() - inert}
-    splitter = None
+    normalize = stretch
     if written:
         splitter = Pipeline(None, None, None).build()
         _add_tokens(splitter, verbatim, inert)
+        normalize = text_normalizer(stretch, splitter, written)
     found = [token.content for i, token in added.items() if i not in inert]
-    return RawCopy(tokenizer, model, text_normalizer(stretch, splitter, written), found)
+    return RawCopy(tokenizer, model, normalize, found)
 
 
 def _add_tokens(

@@ -72,13 +72,13 @@ class TextContext:
 
     def take(self, target_ids: Sequence[int]) -> int:
         """Run the first half of `append`. The caller passes ids of `tail` to `commit_prefix`."""
-        if target_ids and not 0 <= min(target_ids) <= max(target_ids) < self._target.vocab_size:
-            target_ids = [self._known(token_id) for token_id in target_ids]
+        size = self._target.vocab_size
+        if target_ids and not 0 <= min(target_ids) <= max(target_ids) < size:
+            target_ids = [i if 0 <= i < size else UNKNOWN_ID for i in target_ids]
+            self._failures["unknown_id"] += target_ids.count(UNKNOWN_ID)
         if self.target_ids:
             return self._take_plain(target_ids)
-        if self._chat.active and target_ids:
-            return self._take_prompt(target_ids)
-        return self._take_plain(self._last_of(target_ids))
+        return self._take_prompt(target_ids)
 
     def _last_of(self, target_ids: Sequence[int]) -> Sequence[int]:
         """Return the last ids of a prompt, enough for the half of `_longest` that is kept."""
@@ -197,12 +197,6 @@ class TextContext:
             followed and self._drafter.token_bytes[followed[-1]] == cuts.ANY_WORD.encode()
         )
         return followed[:-1] if ends_in_word else tail_ids
-
-    def _known(self, token_id: int) -> int:
-        if 0 <= token_id < self._target.vocab_size:
-            return token_id
-        self._failures["unknown_id"] += 1
-        return UNKNOWN_ID
 
     def _take_bytes(self, data: bytes) -> None:
         if not data:

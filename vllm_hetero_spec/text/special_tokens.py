@@ -57,7 +57,7 @@ class SpecialTokens:
             return target_id
         if target_id == self._turn_end[0] and self._turn_end[1] is not None:
             return self._turn_end[1]
-        content = _content(self._target, target_id)
+        content = self._target.content(target_id, "surrogateescape")
         twin = self._drafter.special_id_of.get(content)
         if target_id in self._target_ends and twin not in self.drafter_eos and self.drafter_eos:
             return self._drafter_ends[0]
@@ -74,17 +74,10 @@ class SpecialTokens:
             return self._turn_end[0]
         if drafter_id == self._drafter.unknown_id:  # it stands for text, not for a control token
             return None
-        twin = self._target.special_id_of.get(_content(self._drafter, drafter_id))
+        twin = self._target.special_id_of.get(self._drafter.content(drafter_id, "surrogateescape"))
         if drafter_id in self.drafter_eos and twin not in self._target_ends:
             return self._target_ends[0] if self._target_ends else None
         return twin
-
-
-def _content(tokenizer: TextTokenizer, token_id: int) -> str:
-    if not 0 <= token_id < tokenizer.vocab_size:
-        return ""
-    literal = tokenizer.token_bytes[token_id].decode("utf-8", "surrogateescape")
-    return tokenizer.special_text.get(token_id, literal)
 
 
 def _ends(tokenizer: TextTokenizer, given: Sequence[int] | None) -> list[int]:

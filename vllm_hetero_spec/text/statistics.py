@@ -17,8 +17,6 @@ from vllm_hetero_spec.text.token_bytes import SPACE_MARK
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
-BYTE_LEVEL_SPACE = "\u0120"  # a space in the display alphabet of byte-level BPE
-
 _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)(?=\S)")
 
 
@@ -53,7 +51,11 @@ def count_vocabulary(tokenizer: TextTokenizer) -> VocabularyCounts:
         special=special,
         holes=tokenizer.vocab_size - text - special,
         duplicates=sum(count for count in spelled.values() if count > 1),
-        not_utf8=sum(count for data, count in spelled.items() if not _is_utf8(data)),
+        not_utf8=sum(
+            count
+            for data, count in spelled.items()
+            if data.decode(errors="ignore").encode() != data
+        ),
     )
 
 
@@ -233,24 +235,15 @@ def straddling(ends: NDArray[np.int64], others: NDArray[np.int64]) -> int:
 
 def unspelled_characters(tokenizer: TextTokenizer, characters: Counter[str]) -> Counter[str]:
     """Return the characters for which the tokenizer has no token at all, with their counts."""
-    distinct = list(characters)
-    encoded = tokenizer.encode_batch(distinct)
-    return Counter(
-        {
-            character: characters[character]
-            for character, ids in zip(distinct, encoded, strict=True)
-            if not tokenizer.decode_bytes(ids)
-        }
-    )
+    encoded = zip(characters, tokenizer.encode_batch(list(characters)), strict=True)
+    lost = [character for character, ids in encoded if not tokenizer.decode_bytes(ids)]
+    return Counter({character: characters[character] for character in lost})
 
 
 def length_histogram(byte_strings: Iterable[bytes], longest: int) -> list[int]:
     """Count the byte strings of 1, 2, ... bytes. The last entry counts `longest` or more bytes."""
-    counts = [0] * longest
-    for length, count in Counter(map(len, byte_strings)).items():
-        if length:
-            counts[min(length, longest) - 1] += count
-    return counts
+    lengths = Counter(min(len(data), longest) for data in byte_strings)
+    return [lengths[length] for length in range(1, longest + 1)]
 
 
 def _image(mapped: NDArray[np.int32], size: int) -> NDArray[np.bool_]:
@@ -269,16 +262,8 @@ def _all_bytes(tokenizer: TextTokenizer) -> set[bytes]:
 
 
 def _spaced(token: str) -> str:
-    text = token.lstrip(BYTE_LEVEL_SPACE + SPACE_MARK)
+    text = token.lstrip("\u0120" + SPACE_MARK)  # U+0120 is a space in byte-level BPE
     return " " * (len(token) - len(text)) + text
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _share(part: int, whole: int) -> float:

@@ -11,6 +11,7 @@ import re
 from codecs import charmap_build, charmap_encode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 SPACE_MARK = "\u2581"
@@ -19,29 +20,19 @@ _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 # A WordPiece decoder with cleanup writes no space before these. It also joins contractions. It
 # recognizes them by several characters, so bytes are determined only if no piece starts with one.
 _PUNCTUATION = (".", "?", "!", ",")
-_CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
+CONTRACTIONS = ("n't", "'m", "'s", "'ve", "'re")
 
 
 class UnknownDecoder(ValueError):
     """A decoder whose output is not determined token by token."""
 
 
-def byte_alphabet() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: printable character -> byte, 256 entries."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(shifted)}
-
-
-# The alphabet by byte, and a codec that converts a piece to bytes.
-BYTE_CHARACTERS = "".join(sorted(byte_alphabet(), key=byte_alphabet().__getitem__))
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_others = count(0x100)
+# The alphabet of byte-level BPE, by byte: bytes that are not printable become U+0100, U+0101, ...
+# The codec converts a piece to bytes.
+BYTE_CHARACTERS = "".join(chr(byte if byte in _PRINTABLE else next(_others)) for byte in range(256))
 _BYTE_CODEC = charmap_build(BYTE_CHARACTERS)
-
-
-def component_types(section: Mapping[str, Any] | None) -> list[str]:
-    """Return the types of `components`."""
-    return [part["type"] for part in components(section)]
 
 
 def components(section: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -74,8 +65,6 @@ class PieceRule:
 
     def piece(self, piece: str) -> bytes:
         """Return the bytes of a piece of the vocabulary."""
-        if self.byte_level:
-            return byte_level_piece(piece)
         if self.byte_fallback and (byte := fallback_byte(piece)) is not None:
             return bytes([byte])
         if self.continuing is not None and piece.startswith(self.continuing):
@@ -92,10 +81,6 @@ class PieceRule:
             word = " " + word
         return word.encode()
 
-    def keeps(self, old: str, new: str) -> bool:
-        """Return True if decoding reverts a normalizer's replacement of `old` by `new`."""
-        return self.word(new) == old.encode()
-
 
 def decoder_rule(
     decoder: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None
@@ -106,7 +91,7 @@ def decoder_rule(
         UnknownDecoder: The decoder does not determine the bytes of a token.
     """
     parts = components(decoder)
-    if decoder is None and "ByteLevel" in component_types(pre_tokenizer):
+    if decoder is None and any(part["type"] == "ByteLevel" for part in components(pre_tokenizer)):
         return PieceRule(byte_level=True)
     types = [part["type"] for part in parts]
     if set(types) <= {"ByteLevel", "Fuse"} and "ByteLevel" in types:
@@ -136,19 +121,8 @@ def _joined_rule(parts: list[dict[str, Any]]) -> PieceRule:
         elif kind == "Fuse":
             fused = True
         elif kind != "Strip" or not fused:  # after Fuse, Strip affects only the ends of a text
-            raise UnknownDecoder(f"its decoder has {_article(kind)} step")
+            raise UnknownDecoder(f"its decoder has a {kind} step")
     return PieceRule(byte_fallback=fallback, replaced=tuple(replaced))
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-
-
-def unsafe_contractions(rule: PieceRule, pieces: Iterable[str]) -> list[str]:
-    """Return the pieces whose leading space depends on the next piece, in a WordPiece decoder."""
-    if not rule.cleanup:
-        return []
-    return [piece for piece in pieces if piece.startswith(_CONTRACTIONS)]
 
 
 def byte_level_piece(piece: str) -> bytes:
@@ -157,13 +131,6 @@ def byte_level_piece(piece: str) -> bytes:
         return charmap_encode(piece, "strict", _BYTE_CODEC)[0]
     except UnicodeEncodeError:
         return piece.encode()
-
-
-def sentencepiece_piece(piece: str, *, byte_fallback: bool) -> bytes:
-    """Return the bytes of a SentencePiece piece. `<0xNN>` is one byte if `byte_fallback`."""
-    if byte_fallback and (byte := fallback_byte(piece)) is not None:
-        return bytes([byte])
-    return piece.replace(SPACE_MARK, " ").encode()
 
 
 def fallback_byte(piece: str) -> int | None:

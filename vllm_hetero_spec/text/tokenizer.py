@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # Undecodable bytes are lone surrogates in Python strings (PEP 383, "surrogateescape").
-_ESCAPED = re.compile("[\ud800-\udfff]+")
+_ESCAPED = re.compile("([\ud800-\udfff]+)")
 # Approximates the word that contains undecodable bytes, because their characters are unknown.
 _ESCAPED_WORD = re.compile(
     " ?[A-Za-z\u0080-\ud7ff\ue000-\U0010ffff]{0,32}[\ud800-\udfff][A-Za-z\u0080-\U0010ffff]*"
@@ -102,11 +102,8 @@ class TextTokenizer:
 
     def normalize(self, text: str) -> str:
         """Return the text whose bytes the ids of `encode(text)` have."""
-        normalized, position = "", 0
-        for match in _ESCAPED.finditer(text):
-            normalized += self.raw_normalize(text[position : match.start()]) + match.group()
-            position = match.end()
-        return normalized + self.raw_normalize(text[position:])
+        parts = enumerate(_ESCAPED.split(text))  # every second part is escaped
+        return "".join([part if place % 2 else self.raw_normalize(part) for place, part in parts])
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without BOS, EOS or dummy prefix."""
@@ -136,6 +133,12 @@ class TextTokenizer:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the concatenated bytes of `ids`. Special tokens have none."""
         return b"".join([self.token_bytes[token_id] for token_id in ids])
+
+    def content(self, token_id: int, errors: str = "replace") -> str:
+        """Return the content of a special token, the decoded bytes of another one, or ""."""
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        return self.special_text.get(token_id, self.token_bytes[token_id].decode("utf-8", errors))
 
     def limited_to(self, rows: int) -> "TextTokenizer":
         """Return this tokenizer without the ids that have no row in an embedding of `rows` rows.

@@ -60,11 +60,6 @@ class VocabularyMaps:
         first[spelled] = self.kappa_ids[self.kappa_ptr[:-1][spelled]]
         return first
 
-    @cached_property
-    def intersection(self) -> Ids:
-        """Drafter ids that have a target id of their own bytes, ascending."""
-        return np.flatnonzero(self.d2t >= 0).astype(np.int32)
-
     def target_tokens(self, drafter_id: int) -> Ids:
         """Return [k] target ids that spell a drafter token."""
         return self.kappa_ids[self.kappa_ptr[drafter_id] : self.kappa_ptr[drafter_id + 1]]

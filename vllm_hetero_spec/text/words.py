@@ -10,7 +10,7 @@ Without patterns it cuts before a space if no token contains the two characters 
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import groupby
 from typing import Any
 from unicodedata import category
@@ -105,18 +105,13 @@ def cut_of(model: FastModel, pipeline: Pipeline, table: Sequence[bytes]) -> Cut 
         patterns += [pattern] if pattern else []
     if not patterns:  # unknown characters on both sides of a space may be fused to one token
         return cut_before_spaces(table) if model.spells_all else None
-    if space != " ":
-        return None  # patterns match spaces, which the normalizer has replaced
-    first, *others = [cut_by(pattern) for pattern in patterns]
-    for other in others:
-        first = _one_after_other(first, other)
-    return first
+    cuts = [cut for cut in map(cut_by, patterns) if cut]
+    if space != " " or len(cuts) < len(patterns):
+        return None  # patterns match spaces, which the normalizer has replaced, or one is unknown
+    return reduce(_one_after_other, cuts)
 
 
-def _one_after_other(first: Cut | None, second: Cut | None) -> Cut | None:
-    if first is None or second is None:
-        return None
-    cut, cut_further = first, second
+def _one_after_other(cut: Cut, cut_further: Cut) -> Cut:
     return lambda text: [word for part in cut(text) for word in cut_further(part)]
 
 
