@@ -117,8 +117,7 @@ require = harmless(install)
 def _worker_stats(worker: "WorkerBase") -> Counted:
     """Answer `collective_rpc(RPC)`; zeros if the worker has no drafter of ours."""
     snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
-    counted: DraftStats = snapshot()
-    return counted.as_dict()
+    return snapshot().as_dict()
 
 
 @harmless
