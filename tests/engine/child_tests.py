@@ -1,13 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run several tests in one child process, and return a result for each test."""
+"""Run tests of this folder in child processes."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from harness import HERE
+import pytest
+from harness import HERE, v2_environment
+
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-n", "0"]
+
+
+def v1_environment() -> dict[str, str]:
+    """Return the environment of a process whose engines run on Model Runner V1."""
+    path = v2_environment()["PYTHONPATH"].partition(os.pathsep)[2]  # the first folder selects V2
+    return os.environ | {"PYTHONPATH": path}
+
+
+def environment_of(way: str, request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return the environment of "V1", or of another text for V2.
+
+    The text may contain "ahead" (asynchronous scheduling) and "0.33" (that release of vLLM).
+    """
+    if way == "V1":
+        return v1_environment()
+    pytest.importorskip("triton")
+    folders = [request.getfixturevalue("runs_033")] if "0.33" in way else []
+    return v2_environment(*folders) | {"V2_AHEAD": str(int("ahead" in way))}
+
+
+def passed(files: Sequence[str], environment: Mapping[str, str], names: str = "") -> str:
+    """Run the tests of these files that `names` selects. Return the output if all have passed."""
+    command = [*PYTEST, "-x", "-k", names, *(str(HERE / file) for file in files)]
+    done = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
 
 
 def run_in_child(
@@ -24,9 +54,8 @@ def run_in_child(
         Error text by node id; "" for a test that passed.
     """
     report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--junitxml={report}"]
     done = subprocess.run(
-        [*command, *(str(HERE / test) for test in tests)],
+        [*PYTEST, f"--junitxml={report}", *(str(HERE / test) for test in tests)],
         env=dict(environment),
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ Only one engine may exist at a time, so a test module uses one engine for many t
 
 import contextlib
 import gc
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ if "HETERO_SPEC_ON_GPU" in os.environ:
 
 
 HERE = Path(__file__).parent
+CORE = max(os.sched_getaffinity(0))  # of a drafter process
 
 
 def v2_environment(*first: Path) -> dict[str, str]:
@@ -89,6 +91,23 @@ def slem(drafter: Path, lookahead: int = 4, **changes: Any) -> dict[str, Any]:
         "kv_cache_memory_bytes": 64 << 20,
         "controller": "fixed",  # with tiny targets, others disable speculation
     } | changes
+
+
+def process(drafter: Path, lookahead: int = 4, **changes: Any) -> dict[str, Any]:
+    """Return `slem` with a drafter process on the last core."""
+    where = {"draft_ahead": True, "drafter_device": str(CORE)}
+    return slem(drafter, lookahead, **(where | changes))
+
+
+def with_config(model: Path, folder: Path, **changes: Any) -> Path:
+    """Return a folder with the files of a model, whose config.json has some other values."""
+    folder.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
 
 
 def proposer_of(llm: Any) -> Any:

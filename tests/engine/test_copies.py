@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts copied from a request's earlier text."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from harness import HERE, v2_environment
+from child_tests import environment_of, passed
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.copies.earlier_text import MATCH, CopyRates, EarlierText
@@ -252,13 +249,4 @@ RUNS = "V1", "V2", "V2, ahead", "V2, 0.33"
 @pytest.mark.usefixtures("demo_pair")
 @pytest.mark.parametrize("way", RUNS)
 def test_engines_copy(way: str, request: pytest.FixtureRequest) -> None:
-    folders = [request.getfixturevalue("runs_033")] if "0.33" in way else []
-    environment = v2_environment(*folders) | {"V2_AHEAD": str(int("ahead" in way))}
-    if way == "V1":
-        path = environment["PYTHONPATH"].partition(os.pathsep)[2]  # without the folder of V2
-        environment = os.environ | {"PYTHONPATH": path}
-    else:
-        pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / "copy_runs.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    passed(["copy_runs.py"], environment_of(way, request))

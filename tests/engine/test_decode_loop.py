@@ -14,9 +14,8 @@ import pytest
 import torch
 from tape_graphs import TapeGraphs
 from torch.overrides import TorchFunctionMode
-from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of
+from toy_drafter import BLOCKS, SIZE, VOCAB, ToyDrafterModel, drafter_of, transfers
 
-from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.penalties import Penalty
 from vllm_hetero_spec.draft.sampling import DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
@@ -592,14 +591,7 @@ class Crossings(TorchFunctionMode):
 
 @pytest.mark.parametrize("judged", [False, True])
 def test_a_greedy_round_crosses_once_each_way(judged: bool, monkeypatch: Any) -> None:
-    sent, fetched = [], []
-    send, fetch = staging._Buffer.send, staging.Receiver.fetch
-    monkeypatch.setattr(
-        staging._Buffer, "send", lambda self, size: sent.append(size) or send(self, size)
-    )
-    monkeypatch.setattr(
-        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
-    )
+    sent, fetched = transfers(monkeypatch)
     for graphs in (False, True):
         world = World()
         if graphs:

@@ -6,11 +6,9 @@ processes of its own.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
-from harness import HERE, v2_environment
+from child_tests import environment_of, passed
 
 pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
 
@@ -27,13 +25,6 @@ CHOSEN = {
 @pytest.mark.parametrize("runner", CHOSEN)
 def test_engines_on_a_device_apart(runner: str, request: pytest.FixtureRequest) -> None:
     """V2 uses asynchronous scheduling, as on a GPU."""
-    environment = dict(os.environ)
-    if runner != "V1":
-        pytest.importorskip("triton")
-        folders = [request.getfixturevalue("runs_033")] if "0.33" in runner else []
-        environment = v2_environment(*folders) | {"V2_AHEAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", CHOSEN[runner]]
-    done = subprocess.run(
-        [*command, str(HERE / "apart_engines.py")], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    ahead = f"{runner}, ahead"
+    environment = os.environ if runner == "V1" else environment_of(ahead, request)
+    passed(["apart_engines.py"], environment, CHOSEN[runner])

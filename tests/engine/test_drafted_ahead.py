@@ -5,13 +5,12 @@ They are found by the bytes of the target's output.
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from harness import engine, metrics_of, patient, proposer_of, slem
+from harness import engine, metrics_of, patient, process, proposer_of, slem
 from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
@@ -22,8 +21,6 @@ from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 from vllm_hetero_spec.text.bridge import TextBridge
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
-
-CORE = max(os.sched_getaffinity(0))
 
 
 class Counts(NamedTuple):
@@ -80,10 +77,6 @@ def pair(request: pytest.FixtureRequest, code_prompts: list[str]) -> Iterator[Co
     gc.collect()
     with engine(target, process(drafter)) as llm:
         yield Compared(request.param, Load(llm, texts), outputs, inline)
-
-
-def process(drafter: Path, **changes: Any) -> dict[str, Any]:
-    return slem(drafter, draft_ahead=True, drafter_device=str(CORE), **changes)
 
 
 @pytest.fixture

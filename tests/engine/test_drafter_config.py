@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's configuration: it is derived from the target's, which must not change."""
 
-import json
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import engine, metrics_of, slem
+from harness import engine, metrics_of, slem, with_config
 from huggingface_hub import constants
 from scenarios import generate, greedy
 from vllm.config import LoadConfig, VllmConfig
@@ -160,8 +159,7 @@ def test_weights_are_read_as_the_targets(demo_pair: Path, load_format: str) -> N
 def test_own_attention_and_kv(demo_pair: Path) -> None:
     chosen = options(demo_pair, attention_backend="TRITON_ATTN", kv_cache_dtype="fp8")
     target = target_config(demo_pair)
-    model = drafter_model_config(chosen, target.model_config)
-    found = drafter_vllm_config(target, model, chosen, solo=True)
+    found = drafter_config(target, chosen, solo=True)
     assert found.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
     assert found.cache_config.cache_dtype == "fp8"
     for key, value, supported in (
@@ -201,36 +199,22 @@ def test_a_dtype_that_the_drafter_cannot_have(
 
     The log contains both. A dtype that the user names is refused instead.
     """
-    config = json.loads((demo_pair / "drafter" / "config.json").read_text())
-    for file in (demo_pair / "drafter").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "config.json").unlink()
-    config |= {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "dtype": "bfloat16"}
+    name = str(with_config(demo_pair / "drafter", tmp_path, **own))
     target = target_config(demo_pair, dtype="float16").model_config
     with caplog.at_level("INFO", logger="vllm.hetero_spec"):
-        found = drafter_model_config(HeteroOptions("slem", str(tmp_path), 4), target)
+        found = drafter_model_config(HeteroOptions("slem", name, 4), target)
     assert found.dtype == torch.bfloat16
     assert "The drafter runs in torch.bfloat16, the target in torch.float16" in caplog.text
     assert "does not support float16" in caplog.text
-    named = HeteroOptions("slem", str(tmp_path), 4, dtype="float16")
+    named = HeteroOptions("slem", name, 4, dtype="float16")
     with pytest.raises(ConfigError, match="does not support float16"):
         drafter_model_config(named, target)
 
 
-def with_config(source: Path, folder: Path, **changes: Any) -> str:
-    """Return a folder with the files of `source`, whose config.json has some other values."""
-    for file in source.iterdir():
-        if file.name != "config.json":
-            (folder / file.name).symlink_to(file)
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return str(folder)
-
-
 @pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
 def test_a_parallel_drafter_is_recognized(demo_pair: Path, tmp_path: Path, key: str) -> None:
-    name = with_config(demo_pair / "drafter", tmp_path, **{key: 7})
+    name = str(with_config(demo_pair / "drafter", tmp_path, **{key: 7}))
     target = target_config(demo_pair).model_config
 
     def mask(method: str = "hetero", **keys: Any) -> int | None:
@@ -249,13 +233,15 @@ def test_a_parallel_drafter_that_cannot_be(demo_pair: Path, tmp_path: Path) -> N
     given = options(demo_pair, parallel_drafting=True)
     with pytest.raises(ConfigError, match=r"^parallel_drafting is true, but .* no mask token"):
         parallel_mask(drafter_model_config(given, target), given)
-    given = HeteroOptions("slem", with_config(demo_pair / "drafter", tmp_path, pard_token=9999), 4)
+    name = str(with_config(demo_pair / "drafter", tmp_path, pard_token=9999))
+    given = HeteroOptions("slem", name, 4)
     with pytest.raises(ConfigError, match="mask token 9999 and embeddings of 2048"):
         parallel_mask(drafter_model_config(given, target), given)
 
 
 def test_a_drafter_of_hidden_states_is_refused(demo_pair: Path, tmp_path: Path) -> None:
-    name = with_config(demo_pair / "drafter", tmp_path, architectures=["LlamaForCausalLMEagle3"])
+    eagle = ["LlamaForCausalLMEagle3"]
+    name = str(with_config(demo_pair / "drafter", tmp_path, architectures=eagle))
     target = target_config(demo_pair).model_config
     with pytest.raises(ConfigError, match="LlamaForCausalLMEagle3, which reads the hidden states"):
         drafter_model_config(HeteroOptions("hetero", name, 4), target)

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import drafted_ahead, engine, metrics_of, patient, proposer_of, slem, warnings
+from harness import CORE, drafted_ahead, engine, metrics_of, patient, process, proposer_of, warnings
 from scenarios import Outputs, generate, greedy
 
 from vllm_hetero_spec import read_stats
@@ -21,12 +21,7 @@ from vllm_hetero_spec.engine.ahead import supervisor
 
 pytestmark = pytest.mark.engine
 
-CORE = max(os.sched_getaffinity(0))
 PATIENCE = 120.0  # seconds; timeout that is long enough for a busy machine
-
-
-def process(drafter: Path, **changes: Any) -> dict[str, Any]:
-    return slem(drafter, draft_ahead=True, drafter_device=str(CORE), **changes)
 
 
 @pytest.fixture(scope="module")

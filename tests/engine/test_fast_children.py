@@ -5,10 +5,8 @@ The full tier runs all tests of these files: `test_runner_v2.py`, `test_laws_v2.
 `test_tree_engines.py`.
 """
 
-import os
-
 import pytest
-from child_tests import run_in_child
+from child_tests import run_in_child, v1_environment
 from harness import v2_environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("demo_pair")]
@@ -37,8 +35,7 @@ ON_V2 = [
 
 @pytest.fixture(scope="module")
 def on_v1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    path = v2_environment()["PYTHONPATH"].partition(os.pathsep)[2]  # the first folder selects V2
-    return run_in_child(ON_V1, os.environ | {"PYTHONPATH": path}, tmp_path_factory.mktemp("v1"))
+    return run_in_child(ON_V1, v1_environment(), tmp_path_factory.mktemp("v1"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BASE, slem
+from harness import BASE, slem, with_config
 
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
@@ -173,10 +173,7 @@ def test_vllms_warning_to_authors_of_proposers_is_not_shown(
 def test_vllms_refusal_of_two_vocabularies_names_our_method(
     make, demo_pair: Path, tmp_path: Path, method: dict[str, Any]
 ) -> None:
-    larger = tmp_path / "larger"
-    shutil.copytree(demo_pair / "drafter", larger)
-    config = json.loads((larger / "config.json").read_text())
-    (larger / "config.json").write_text(json.dumps(config | {"vocab_size": 100_000}))
+    larger = with_config(demo_pair / "drafter", tmp_path / "larger", vocab_size=100_000)
     spec = {**method, "model": str(larger), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=r"same vocabulary size.*\"method\": \"hetero\""):
         make(spec).create_engine_config()
@@ -261,10 +258,8 @@ def test_an_engine_without_text_has_a_drafter(make, demo_pair: Path, tmp_path: P
 
 def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path: Path) -> None:
     drafter = demo_pair / "drafter"
-    quantised = shutil.copytree(drafter, tmp_path / "quantised")
-    config_file = quantised / "config.json"
-    fp8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | fp8))
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    quantised = with_config(drafter, tmp_path / "quantised", quantization_config=fp8)
     for change, sentence in (
         ({"method": "slme"}, "did you mean 'slem'"),
         ({"num_spec_tokens": 3}, "unknown key 'num_spec_tokens'"),

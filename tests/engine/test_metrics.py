@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.metrics import transport as metrics
 from vllm_hetero_spec.engine.metrics.counters import (
+    CHAINS,
     FAULTS,
     METRICS,
     REASONS,
@@ -130,9 +131,10 @@ def test_every_fault_of_a_translation_has_a_name() -> None:
     assert set(FAULTS) == set(re.findall(r'failures\["(\w+)"\]', code))
 
 
-def test_every_reason_is_skipped_for_somewhere() -> None:
+@pytest.mark.parametrize("names", [REASONS, CHAINS], ids=["reasons", "chains"])
+def test_every_reason_is_counted_somewhere(names: dict[str, str]) -> None:
     code = "".join(p.read_text() for p in (REPO / "vllm_hetero_spec").rglob("*.py"))
-    assert [reason for reason in REASONS if code.count(f'"{reason}"') < 2] == []
+    assert [name for name in names if code.count(f'"{name}"') < 2] == []
 
 
 # ---- transport ----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Identity, distributions and KV are tested beside those of other drafters: `test_
 `test_sampling.py`, `laws_v2.py`, `test_kv_of_texts.py`.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import position_pair
 import pytest
 import torch
-from harness import engine, metrics_of, patient, proposer_of, slem
+from harness import engine, metrics_of, patient, process, proposer_of, slem
 from scenarios import generate, greedy
 
 from vllm_hetero_spec import read_stats
@@ -98,8 +97,7 @@ def test_a_mask_at_another_position_is_caught(llm: Any, monkeypatch: pytest.Monk
 
 def test_drafts_are_made_ahead(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter process drafts while the target verifies. Its drafts are right, too."""
-    core = str(max(os.sched_getaffinity(0)))
-    spec = slem(pair / "parallel", 8, context=1024, draft_ahead=True, drafter_device=core)
+    spec = process(pair / "parallel", 8, context=1024)
     with engine(pair / "target", spec, max_model_len=320) as llm:
         patient(llm, monkeypatch)
         written(llm)

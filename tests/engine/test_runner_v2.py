@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from child_tests import passed
 from harness import HERE, v2_environment
 from scenarios import Run
 from test_identity import IDENTITY
@@ -139,24 +140,13 @@ def test_counts_are_those_of_v1(on_v2: tuple, on_v1: Run) -> None:
 def test_kernels_do_what_triton_makes_of_them() -> None:
     """The other tests run V2's kernels in numpy: see `v2_on_cpu` and `lanes_v2.py`."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", str(HERE / "lanes_v2.py")]
-    environment = v2_environment() | {"V2_CHECK": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    passed(["lanes_v2.py"], v2_environment() | {"V2_CHECK": "1"})
 
 
 def passed_on_v2(files: Sequence[str], names: str) -> str:
     """Run these tests in one V2 process. Return pytest's output if all of them passed."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", names]
-    done = subprocess.run(
-        [*command, *(str(HERE / file) for file in files)],
-        env=v2_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
+    return passed(files, v2_environment(), names)
 
 
 def test_what_holds_on_v1_holds_on_v2() -> None:

@@ -5,7 +5,6 @@ The output must follow the target's distribution. Two known faults must be detec
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from chain_pair import PROMPT
 from drawn_samples import SAMPLES, SETTINGS, WAVE, Law, sample, waiting
 from goodness import ALPHA
-from harness import engine, metrics_of, patient, slem
+from harness import engine, metrics_of, patient, process
 from vllm import SamplingParams
 
 from vllm_hetero_spec import read_stats
@@ -28,8 +27,6 @@ from vllm_hetero_spec.verify.noise import ACCEPT, DRAFT
 
 pytestmark = [pytest.mark.full, pytest.mark.engine]
 
-CORE = max(os.sched_getaffinity(0))
-
 
 @pytest.fixture(scope="module")
 def laws(chain_pair: Path) -> dict[str, Law]:
@@ -40,15 +37,10 @@ def laws(chain_pair: Path) -> dict[str, Law]:
 @pytest.fixture(scope="module", params=[("tli", "token"), ("push_forward", "block")], ids="-".join)
 def llm(request: pytest.FixtureRequest, chain_pair: Path) -> Iterator[Any]:
     method, verification = request.param
-    spec = process(chain_pair / "drafter", method, 3, verification=verification)
+    spec = process(chain_pair / "drafter", 3, method=method, verification=verification)
     # 4 * WAVE drafter rows: enough that each request of a wave has guesses.
     with engine(chain_pair / "target", spec, max_num_seqs=4 * WAVE) as llm:
         yield llm
-
-
-def process(drafter: Path, method: str, lookahead: int, **changes: Any) -> dict[str, Any]:
-    where = {"draft_ahead": True, "drafter_device": str(CORE)}
-    return slem(drafter, lookahead, **(where | {"method": method} | changes))
 
 
 def test_samples_follow_the_targets_law(
@@ -122,7 +114,7 @@ def test_a_drafter_that_is_the_target_is_nearly_always_right(
 ) -> None:
     """The rate is below 1 because the drafter samples only from its most likely tokens."""
     target = chain_pair / "target"
-    with engine(target, process(target, method, 4), max_num_seqs=16) as llm:
+    with engine(target, process(target, method=method), max_num_seqs=16) as llm:
         patient(llm, monkeypatch)
         waiting(llm, monkeypatch)
         params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=41, ignore_eos=True)

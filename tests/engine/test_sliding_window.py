@@ -5,13 +5,12 @@ These layers share KV blocks with layers of full attention.
 """
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import engine, metrics_of, slem
+from harness import engine, metrics_of, slem, with_config
 from scenarios import Outputs, generate, greedy
 from small_models import save_model
 from transformers import (
@@ -61,11 +60,8 @@ def mistral(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def everywhere(gemma: Path, out: Path, kind: str) -> Path:
     """Return a copy of the model with one kind of attention in all layers."""
-    shutil.copytree(gemma, out)
-    config = json.loads((gemma / "config.json").read_text())
-    config["layer_types"] = [kind] * len(config["layer_types"])
-    (out / "config.json").write_text(json.dumps(config))
-    return out
+    layers = json.loads((gemma / "config.json").read_text())["layer_types"]
+    return with_config(gemma, out, layer_types=[kind] * len(layers))
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +121,7 @@ def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Pat
 
     All draft tokens are accepted only if both have the window.
     """
-    shutil.copytree(mistral, tmp_path / "far")
-    config = json.loads((mistral / "config.json").read_text()) | {"sliding_window": None}
-    (tmp_path / "far" / "config.json").write_text(json.dumps(config))
-    near, far = mistral, tmp_path / "far"
+    near, far = mistral, with_config(mistral, tmp_path / "far", sliding_window=None)
     for target, drafter in ((near, near), (near, far), (far, near)):
         with engine(target, slem(drafter)) as llm:
             generate(llm, texts, greedy())

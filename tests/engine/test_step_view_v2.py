@@ -42,6 +42,7 @@ def output_of(*started: Any, finished: str = "", preempted: str = "", **drafted:
         preempted_req_ids=set(preempted) or None,
         scheduled_spec_decode_tokens=drafted,
         total_num_scheduled_tokens=6,
+        num_scheduled_tokens=dict.fromkeys("ab", 1),
         num_spec_tokens_to_schedule=DRAFTED,
     )
 
@@ -311,14 +312,20 @@ def forward_of(runner: Any) -> dict[str, str]:
     return found
 
 
-def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
-    """Return a warm speculator of a runner with asynchronous scheduling, and its proposer."""
+def loaded(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
+    """Return a speculator of a runner, and its proposer."""
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    runner.vllm_config.scheduler_config.async_scheduling = True
     proposer: Any = _Proposer()
-    proposer.warm = True
     speculator = HeteroSpeculator(proposer)
     speculator.load(runner)
+    return speculator, proposer
+
+
+def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
+    """Return a warm speculator of a runner with asynchronous scheduling, and its proposer."""
+    runner.vllm_config.scheduler_config.async_scheduling = True
+    speculator, proposer = loaded(runner, monkeypatch)
+    proposer.warm = True
     return speculator, proposer
 
 
@@ -326,10 +333,7 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With synchronous scheduling `propose` begins drafts and `get_draft_tokens` finishes them."""
-    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    proposer: Any = _Proposer()
-    speculator = HeteroSpeculator(proposer)
-    speculator.load(runner)
+    speculator, proposer = loaded(runner, monkeypatch)
     assert runner.draft_tokens_handler is speculator
     speculator.seam.on_step_start(output_of(new("a"), new("b")))
     nothing = (None,) * 4
@@ -397,7 +401,6 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
         setattr(runner, reads, True)
     for number in range(3):
         output = output_of(new("a"), new("b"))
-        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
         output.total_num_scheduled_tokens *= reads != "nothing"
         speculator.on_step_start(output)
         begun = ["begin", "finish"] * number
@@ -417,7 +420,6 @@ def test_who_is_over_is_not_drafted_for_again(
     proposer.after_step = lambda view, _: going_on.append(view().going_on) or [[], []]
     both = torch.tensor([1, 1])
     for output in (output_of(new("a"), new("b")), output_of(), output_of(finished="a")):
-        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
         speculator.on_step_start(output)
         speculator.propose(batch, *(None,) * 4, both)
     assert going_on == [[True, True], [False, True]]
@@ -467,7 +469,6 @@ def test_steps_that_may_have_no_drafts_go_by(
     for number in range(10):
         output = output_of(new("a"), new("b")) if number == 0 else output_of()
         output.num_spec_tokens_to_schedule = 0 if number < 8 else 2
-        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
         speculator.on_step_start(output)
         forward_of(runner)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
@@ -482,13 +483,10 @@ def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
     runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With synchronous scheduling a step is skipped if `skip_step` returns True."""
-    monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    proposer: Any = _Proposer()
+    speculator, proposer = loaded(runner, monkeypatch)
     proposer.warm = True
     asked: list[tuple[int, bool | None, bool]] = []
     proposer.skip_step = lambda *step: bool(asked.append(step) or len(asked) == 2)
-    speculator = HeteroSpeculator(proposer)
-    speculator.load(runner)
     for output in (output_of(new("a"), new("b")), output_of(), output_of()):
         speculator.on_step_start(output)
         speculator.propose(batch, *(None,) * 4, SAMPLED)
@@ -547,7 +545,6 @@ def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any
     """Run one step without drafts."""
     output = output_of(*started, **changes)
     output.num_spec_tokens_to_schedule = 0
-    output.num_scheduled_tokens = dict.fromkeys("ab", 1)
     speculator.on_step_start(output)
     forward_of(speculator.seam._runner)
     speculator.propose(batch, *(None,) * 4, torch.ones(batch.num_reqs, dtype=torch.int32))
@@ -593,7 +590,6 @@ def test_drafts_are_looked_at_before_steps_without_them(
     rest(speculator, batch)
     for number in range(3):
         output = output_of()
-        output.num_scheduled_tokens = dict.fromkeys("ab", 1)
         for step in counts:
             step.there = True
         speculator.on_step_start(output)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_no_reads import sent
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_hetero_spec.draft.penalties import Penalty
@@ -22,11 +23,6 @@ from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfi
 from vllm_hetero_spec.text.context import IdentityContext
 
 SIZE, WIDTH, STEPS = 6000, 5000, 3  # rows are wider than a block of `verify.noise.choose`
-
-
-def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
-    """Return empty tensors instead of copies on the device, so that values are unknown."""
-    return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
 
 
 def rows_of(*, races: bool) -> list[DraftRow]:

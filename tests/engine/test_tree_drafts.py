@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import reference as ref
-from toy_drafter import VOCAB
+from toy_drafter import VOCAB, transfers
 from tree_world import KNOWN, LOOKAHEAD, ROOM, TEXTS, World, controlled, emitted, planned, step_of
 
-from vllm_hetero_spec import staging
 from vllm_hetero_spec.draft.sampling import DraftSampling
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
@@ -93,14 +92,7 @@ def test_chains_are_those_without_trees(raced: bool, graphs: bool) -> None:
 @pytest.mark.parametrize("raced", [False, True])
 def test_a_round_still_crosses_once_each_way(raced: bool, monkeypatch: Any) -> None:
     """A round with trees sends one packet to the device (two with races), and fetches one."""
-    sent, fetched = [], []
-    send, fetch = staging._Buffer.send, staging.Receiver.fetch
-    monkeypatch.setattr(
-        staging._Buffer, "send", lambda self, size: sent.append(size) or send(self, size)
-    )
-    monkeypatch.setattr(
-        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
-    )
+    sent, fetched = transfers(monkeypatch)
     world, control = World(raced=raced, graphs=True), planned(step_of(TEXTS, raced=raced))
     world.drafter.waits = True
     drafts = world.draft(TEXTS, control)  # the round fetches the candidates of trees
@@ -417,10 +409,7 @@ def test_rounds_of_chains_do_not_look_beside_their_tokens(
     raced: bool, graphs: bool, monkeypatch: Any
 ) -> None:
     """In an engine with trees, a round of chains does not compute or fetch candidates of trees."""
-    fetched, fetch = [], staging.Receiver.fetch
-    monkeypatch.setattr(
-        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
-    )
+    _, fetched = transfers(monkeypatch)
     world, control = World(raced=raced, graphs=graphs), planned(step_of(TEXTS, raced=raced))
     packet, world.drafter.waits = world.drafter.steps.picked.packet, True
     for paths, lines in ((2, 3 + 4 * KNOWN), (0, 3), (1, 3 + 4 * KNOWN)):

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the tests of draft trees on each model runner and vLLM release, each in a child process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-from harness import HERE, v2_environment
+from child_tests import environment_of, passed
 
 pytestmark = [
     pytest.mark.full,
@@ -26,18 +22,4 @@ WAYS = {  # settings to run (pytest -k); each runner has all of them
 
 @pytest.mark.parametrize("way", WAYS)
 def test_trees_keep_the_targets_tokens(way: str, request: pytest.FixtureRequest) -> None:
-    folders = [request.getfixturevalue("runs_033")] if "0.33" in way else []
-    environment = v2_environment(*folders) | {"V2_AHEAD": str(int("ahead" in way))}
-    if "V1" in way:
-        path = environment["PYTHONPATH"].partition(os.pathsep)[2]  # without the folder that sets V2
-        environment = os.environ | {"PYTHONPATH": path}
-    else:
-        pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-k", WAYS[way]]
-    done = subprocess.run(
-        [*command, *(str(HERE / file) for file in FILES)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    passed(FILES, environment_of(way, request), WAYS[way])

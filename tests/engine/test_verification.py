@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_no_reads import sent
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -218,9 +219,6 @@ def test_a_verification_needs_no_number_of_the_device(
     """Fake tensors raise an exception at a read. vLLM's top-k reads on a CPU only."""
     for module in (race_sampler_v1, rejection_sampler_v1):
         monkeypatch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
-
-    def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
-        return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
 
     given = arguments()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from goodness import follows
+from test_no_reads import sent
 from test_verification import (
     CPU,
     IDS,
@@ -240,9 +241,6 @@ def test_a_part_sends_one_packet_and_reads_nothing(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
     """Fake tensors raise an exception at a read."""
-
-    def sent(*arrays: np.ndarray) -> list[torch.Tensor]:
-        return [torch.empty(array.shape, dtype=torch.from_numpy(array).dtype) for array in arrays]
 
     batch = mixed(rule, send=sent)
     states = batch.sampler.sampler.sampling_states

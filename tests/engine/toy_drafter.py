@@ -5,9 +5,11 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.functional import embedding  # unlike indexing, it refuses position -1
 
+from vllm_hetero_spec import staging
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import ForwardBatch
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
@@ -93,3 +95,16 @@ def drafter_of(
     """Return a decode loop on a model; `rules` are arguments of `PickConfig`."""
     ids = torch.tensor(sorted(banned), dtype=torch.long)
     return Drafter(model, PickConfig(vocab_size, ids, **rules), lookahead, requests)
+
+
+def transfers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[torch.Size]]:
+    """Return lists that get the size of each packet sent, and the shape of each tensor fetched."""
+    sent, fetched = list[int](), list[torch.Size]()
+    send, fetch = staging._Buffer.send, staging.Receiver.fetch
+    monkeypatch.setattr(
+        staging._Buffer, "send", lambda self, size: sent.append(size) or send(self, size)
+    )
+    monkeypatch.setattr(
+        staging.Receiver, "fetch", lambda self, of: fetched.append(of.shape) or fetch(self, of)
+    )
+    return sent, fetched

@@ -32,6 +32,8 @@ from vllm_hetero_spec.verify.rules import block_rule, greedy_rule, race_rule, to
 CPU = torch.device("cpu")
 COPIES = 30_000
 RULES = {"token": (token_rule, ref.token_rule), "block": (block_rule, ref.block_rule)}
+BATCHED = {name: batched for name, (batched, _) in RULES.items()}
+BATCHED["fuzzy"] = lambda *given: fuzzy_rule(*given, "js", 0.1).verdict
 # Three draft tokens: the second is certain, and the row of the third sums to less than 1.
 P = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.3, 0.1], [0.25] * 4])
 ROWS = np.array([[0.2, 0.5, 0.1, 0.2], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.1, 0.4]])
@@ -162,38 +164,27 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
         start += length
 
 
-@pytest.mark.parametrize("rule", [*RULES, "fuzzy"])
+@pytest.mark.parametrize("rule", BATCHED)
 def test_rows_may_lie_in_several_tables(rule: str) -> None:
     """Each drafting round has its own table of rows; verdicts are the same as with one table."""
     drafts = drawn_batch(700)
     (rows,) = drafts.draft_probs
     rounds = dataclasses.replace(drafts, draft_probs=[rows[:1], rows[1:]])
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
-
-    def verdict(drafts: DraftBatch) -> torch.Tensor:
-        if rule == "fuzzy":
-            return fuzzy_rule(drafts, p, drawn(P[3], 1)[:700], "js", 0.1).verdict.tokens
-        return RULES[rule][0](drafts, p, drawn(P[3], 1)[:700]).tokens
-
-    assert torch.equal(verdict(drafts), verdict(rounds))
+    one, two = (BATCHED[rule](of, p, drawn(P[3], 1)[:700]) for of in (drafts, rounds))
+    assert torch.equal(one.tokens, two.tokens)
 
 
-@pytest.mark.parametrize("rule", [*RULES, "fuzzy"])
+@pytest.mark.parametrize("rule", BATCHED)
 def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processing a few rows at a time gives the same verdicts from the same random numbers."""
     drafts = drawn_batch(700)
     p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
     bonus = drawn(P[3], 1)[:700]
-
-    def verdict() -> torch.Tensor:
-        if rule == "fuzzy":
-            return fuzzy_rule(drafts, p, bonus, "js", 0.1).verdict.tokens
-        return RULES[rule][0](drafts, p, bonus).tokens
-
-    whole = verdict()
+    whole = BATCHED[rule](drafts, p, bonus).tokens
     for cells in (1, 30, 1000):
         monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
-        assert torch.equal(verdict(), whole)
+        assert torch.equal(BATCHED[rule](drafts, p, bonus).tokens, whole)
 
 
 @pytest.mark.parametrize("width", [1000, 50_000, 150_000, 300_000])

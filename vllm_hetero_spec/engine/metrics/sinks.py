@@ -92,10 +92,7 @@ class Log:
             {n: v for n, v in growth.items() if METRICS[n].kind != "gauge" and not METRICS[n].label}
         )
         held, blocks = self._pools.get(engine, (0, 0))
-        self._pools[engine] = (
-            growth.get("kv_blocks_held", held),
-            growth.get("kv_blocks", blocks),
-        )
+        self._pools[engine] = growth.get("kv_blocks_held", held), growth.get("kv_blocks", blocks)
 
     def say(self, level: int) -> None:
         """Log the line and start afresh. No line if there was no step."""

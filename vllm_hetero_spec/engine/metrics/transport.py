@@ -101,11 +101,10 @@ def install() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     patching.add(WorkerBase, RPC, _worker_stats)  # also on ranks that do not draft
-
     patching.add_fields(SchedulerStats, _Carried)
     patching.replace(Scheduler, "update_from_output", "metrics", _wrap_update)
     for owner, build in ((PrometheusStatLogger, _exporter), (LoggingStatLogger, _log)):
-        patching.replace(owner, "__init__", "metrics", _wrap_init(build))
+        patching.replace(owner, "__init__", "metrics", functools.partial(_wrap_init, build))
         patching.replace(owner, "record", "metrics", _wrap_record)
     patching.replace(LoggingStatLogger, "log", "metrics", _wrap_log)
 
@@ -117,8 +116,7 @@ require = harmless(install)
 def _worker_stats(worker: "WorkerBase") -> Counted:
     """Answer `collective_rpc(RPC)`; zeros if the worker has no drafter of ours."""
     snapshot = getattr(getattr(worker.model_runner, "drafter", None), "snapshot", DraftStats)
-    counted: DraftStats = snapshot()
-    return counted.as_dict()
+    return snapshot().as_dict()
 
 
 @harmless
@@ -197,16 +195,13 @@ def _add_figures(scheduler: "Scheduler", outputs: "dict[int, EngineCoreOutputs]"
 
 
 def _wrap_init(
-    build: "Callable[[StatLoggerBase], Exporter | Log | None]",
-) -> Callable[[patching.Function], patching.Function]:
-    def wrap(original: patching.Function) -> patching.Function:
-        def __init__(self: "StatLoggerBase", *args: object, **kwargs: object) -> None:
-            original(self, *args, **kwargs)
-            setattr(self, _FIELD, build(self))
+    build: "Callable[[StatLoggerBase], Exporter | Log | None]", original: patching.Function
+) -> patching.Function:
+    def __init__(self: "StatLoggerBase", *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        setattr(self, _FIELD, build(self))
 
-        return __init__
-
-    return wrap
+    return __init__
 
 
 def _wrap_record(original: patching.Function) -> patching.Function:

@@ -59,12 +59,8 @@ class HeteroRejectionSamplerV1(RejectionSampler):
         *args: Any,
     ) -> None:
         super().__init__(*args)
-        self._rule = rule
-        self._pending = pending
-        self._racing = racing
-        self._batch = batch
-        self._send = send
-        self._stats = stats
+        self._rule, self._pending, self._racing = rule, pending, racing
+        self._batch, self._send, self._stats = batch, send, stats
 
     def forward(
         self,
@@ -175,10 +171,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return float32 [n, V], the scores that users get for some rows of logits."""
-        if self.is_logits_logprobs_mode:
-            return logits
-        scores: torch.Tensor = self.sampler.compute_logprobs(logits)
-        return scores
+        return logits if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(logits)
 
     def _walk(
         self,

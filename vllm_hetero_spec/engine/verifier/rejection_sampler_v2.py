@@ -27,7 +27,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.seam.tree_adapter import TreeRows
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v2 import RaceSamplerV2
 from vllm_hetero_spec.engine.verifier.requested_logprobs import flat
@@ -134,15 +133,18 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         if not (greedy or random):
             is_greedy = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
-        trees, walk = self._trees(part), None
-        if trees is not None and self._view.trees is not None:
-            walks, chosen = self._view.trees.is_tree[part], best
+        walk, trees = None, self._view.trees
+        if trees is not None:
+            count = trees.num_rows(part)
+            fed, self._fed = self._fed[:count], self._fed[count:]
+            walks, chosen = trees.is_tree[part], best
             if self._races is not None:
                 chosen = self._races.winners(processed, expanded_idx_mapping, pos)
             else:
                 walks = walks & is_greedy  # a walk follows the likeliest tokens
             if chosen is not None:
-                walk = trees.walk(chosen, walks, expanded_local_pos.long())
+                rows_of_trees = trees.rows(fed, part, self._send)
+                walk = rows_of_trees.walk(chosen, walks, expanded_local_pos.long())
         verdict = verdict_of(
             self._rule,
             drafts,
@@ -199,14 +201,6 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         return super()._get_logprobs_tensors(
             sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
         )
-
-    def _trees(self, part: slice) -> TreeRows | None:
-        """Return the next requests' drafts as trees, with all rows; None without trees."""
-        if self._view.trees is None:
-            return None
-        count = self._view.trees.num_rows(part)
-        fed, self._fed = self._fed[:count], self._fed[count:]
-        return self._view.trees.rows(fed, part, self._send)
 
     def _drafts(
         self,
