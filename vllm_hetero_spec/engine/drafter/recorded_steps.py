@@ -7,7 +7,7 @@ per size serves all steps. Prompts and batches that fit no graph run eagerly. If
 trees, each shape is recorded twice, because chains do not need top candidates.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -106,13 +106,7 @@ class StaticTensors:
     """
 
     def __init__(
-        self,
-        model: DrafterModel,
-        rules: PickConfig,
-        picked: PickBuffers,
-        size: int,
-        tokens: int,
-        widths: Collection[int],
+        self, model: DrafterModel, rules: PickConfig, picked: PickBuffers, size: int, tokens: int
     ) -> None:
         device, steps = model.device, len(picked.packet)
         self._max_length, self._rules = model.max_length, rules
@@ -142,12 +136,6 @@ class StaticTensors:
             self.step = filled(1, torch.int64, 1)
             self.now = PickBuffers(1, size, rules)
             self._picked = picked
-            self._starts_cpu = {
-                width: torch.arange(0, size * width + 1, width, dtype=torch.int32)
-                for width in widths
-            }
-            self._starts = {width: of.to(device) for width, of in self._starts_cpu.items()}
-            self._longest = torch.full((size,), model.max_length, dtype=torch.int32)
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(size, 1)))
             self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
@@ -156,14 +144,15 @@ class StaticTensors:
     def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
         """Return a forward of the first `size` requests; `back` as in `BatchFeed`."""
         tokens = size * width
+        starts = torch.arange(0, tokens + 1, width, dtype=torch.int32)
         return ForwardBatch(
             ids=self.ids[:tokens],
             positions=self.positions[:tokens],
             slots=self.slots[:tokens],
-            starts=self._starts[width][: size + 1],
-            starts_cpu=self._starts_cpu[width][: size + 1],
+            starts=starts.to(self.ids.device),
+            starts_cpu=starts,
             lengths=self.lengths[:size],
-            lengths_cpu=self._longest[:size],
+            lengths_cpu=torch.full((size,), self._max_length, dtype=torch.int32),
             table=self.table[:size],
             max_query=width,
             max_length=self._max_length,
@@ -253,8 +242,7 @@ class RecordedSteps(EagerSteps):
         for size, width in sorted(shapes):
             self._widths.setdefault(size, []).append(width)
         tokens = max(size * width for size, width in shapes)
-        widths = {width for _, width in shapes}
-        self._on = StaticTensors(model, rules, picked, max(self._widths), tokens, widths)
+        self._on = StaticTensors(model, rules, picked, max(self._widths), tokens)
         # By size, width, and whether trees are possible.
         self._recordings: dict[tuple[int, int, bool], RecordedForward] = {}
         with torch.inference_mode():
