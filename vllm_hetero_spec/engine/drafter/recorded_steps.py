@@ -267,7 +267,7 @@ class RecordedSteps(EagerSteps):
         on.put(plan)
         self.forks = on.forks[:, : plan.forks.shape[1]]
         if plan.uniform:
-            self._replay(plan, size, feed.most, 0)
+            self._replay(size, feed.most, 0)
         else:
             tokens, starts, rows = self._send(feed.tokens, feed.starts, feed.rows)
             sent = (tokens, starts, on.plan_lengths[0, :count], on.table[:count], rows)
@@ -279,7 +279,7 @@ class RecordedSteps(EagerSteps):
         if not self._replays_round:
             return super().step(number)
         count = self._plan.active[number]
-        self._replay(self._plan, self._size(count), 0, number)
+        self._replay(self._size(count), 0, number)
         return self._on.logits[:count]
 
     def moved(self) -> None:
@@ -303,7 +303,7 @@ class RecordedSteps(EagerSteps):
         finish = partial(on.pick, first=width > 0, back=batch.back)
         return RecordedForward(self._model, recorded, batch, move, finish)
 
-    def _replay(self, plan: RoundPlan, size: int, width: int, number: int) -> None:
-        """Replay step `number` of a round, or its catch-up forward, as in `_record`."""
+    def _replay(self, size: int, width: int, number: int) -> None:
+        """Replay the forward of `_record` for step `number` of the round, 0 for catch-up."""
         self.replays += 1
-        self._recordings[size, width, self.picked.wide].run(plan.lengths[number, :size])
+        self._recordings[size, width, self.picked.wide].run(self._plan.lengths[number, :size])
