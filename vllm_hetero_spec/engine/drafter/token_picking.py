@@ -163,8 +163,6 @@ class PickBuffers:
 class RowPickers:
     """Picks tokens for the rows of a round that are sampled or have penalties.
 
-    Greedy rows keep the likeliest token, which a forward with CUDA graphs has already picked.
-
     `drawn` are the indices of the sampled rows, `forked` those of their forks, and `draws` is the
     sampler of both.
     """
