@@ -17,7 +17,7 @@ from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Steps, ragged_batch, read_in_parts
+from vllm_hetero_spec.engine.drafter.steps import Steps, ragged_batch, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
@@ -61,7 +61,7 @@ class Drafter:
         self.planner = Planner(model.block_size, rules.vocab_size)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._send_feed = Sender(device).send
-        self.steps: Steps = EagerSteps(model, rules, self.send_plan, picked)
+        self.steps = Steps(model, rules, self.send_plan, picked)
         self._wrap: Callable[[Steps, GraphPlan | None], Steps] = lambda steps, _: steps
         self._round: Round | None = None
 

@@ -112,12 +112,12 @@ class RecordedParallel(ParallelSteps):
     """
 
     _logits: Sequence[torch.Tensor]
+    _replays: int
 
     def __init__(
         self, inner: Steps, drafter: Drafter, mask: int, places: int, recorded: GraphPlan
     ) -> None:
         super().__init__(inner, drafter, mask, places)
-        self._own_replays = 0
         sizes = sorted({size for size, _ in recorded.shapes})
         self._widths = {
             size: [of for of in _PENDING if size * (of + places - 1) <= _MOST_TOKENS]
@@ -131,10 +131,6 @@ class RecordedParallel(ParallelSteps):
         with torch.inference_mode():
             for size, pending in sorted(shapes, reverse=True):
                 self._rounds[size, pending] = self._record(recorded, size, pending)
-
-    @property
-    def replays(self) -> int:
-        return super().replays + self._own_replays
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         widths = self._widths.get(self._size(count), ())
@@ -150,7 +146,7 @@ class RecordedParallel(ParallelSteps):
         if not (plan.uniform and fits and shape in self._rounds):
             return super().begin(plan)
         lengths = self._put(plan)
-        self._own_replays += 1
+        self._replays += 1
         self._rounds[shape].run(lengths)
         counts = [plan.count, *plan.active[1:]]
         self._logits = [self._on.logits[:count, step] for step, count in enumerate(counts)]

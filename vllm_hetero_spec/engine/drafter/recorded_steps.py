@@ -16,7 +16,7 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Shape, ragged_batch
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Mirror, Send
 
@@ -220,11 +220,12 @@ class StaticTensors:
         self.step.add_(1)
 
 
-class RecordedSteps(EagerSteps):
+class RecordedSteps(Steps):
     """Runs rounds by CUDA graphs. A round or a catch-up without a graph runs eagerly."""
 
     forks: torch.Tensor
     _plan: RoundPlan
+    _replays: int
 
     def __init__(
         self,
@@ -235,7 +236,7 @@ class RecordedSteps(EagerSteps):
         recorded: GraphPlan,
     ) -> None:
         super().__init__(model, rules, send, picked)
-        self.replays, self._replays_round = 0, False
+        self._replays_round = False
         _, shapes, support = recorded
         shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
         self._widths: dict[int, list[int]] = {}
@@ -305,5 +306,5 @@ class RecordedSteps(EagerSteps):
 
     def _replay(self, size: int, width: int, number: int) -> None:
         """Replay the forward of `_record` for step `number` of the round, 0 for catch-up."""
-        self.replays += 1
+        self._replays += 1
         self._recordings[size, width, self.picked.wide].run(self._plan.lengths[number, :size])
