@@ -47,7 +47,7 @@ MOVERS = {
     "engine/drafter/requests.py": "arrays of the host: a prompt's token ids",
     "engine/drafter/round_plan.py": "arrays of the host: what will be fed",
     "engine/drafter/slrs_spans.py": "runs slrs",
-    "engine/drafter/steps.py": "arrays of the host: lengths",
+    "engine/drafter/steps.py": "offsets of requests, once at start",
     "engine/drafter/token_healing.py": "candidates that have been fetched",
     "engine/drafter/token_picking.py": "rows of forks, on the host; confidences, on a CPU alone",
     "engine/seam/draft_inputs_v2.py": "drafts for those who ask too early, once at start",
