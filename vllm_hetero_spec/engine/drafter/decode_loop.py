@@ -14,7 +14,7 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
-from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
+from vllm_hetero_spec.engine.drafter.recorded_steps import Capture, GraphPlan, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps, ragged_batch, read_in_parts
@@ -71,13 +71,13 @@ class Drafter:
         self.steps = wrap(self.steps, None)
 
     def record(
-        self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
+        self, capture: Capture, shapes: Sequence[tuple[int, int]], support: GraphSupport
     ) -> None:
         """Record CUDA graphs for (requests, tokens per request), and use them from now on."""
         # A `back` round feeds at least two tokens per request. If graphs take one token only, each
         # of its catch-up forwards would run eagerly.
         self.rules = replace(self.rules, back=self.rules.back and support.several_tokens)
-        plan = GraphPlan(graphs, shapes, support)
+        plan = GraphPlan(capture, shapes, support)
         recorded = RecordedSteps(self.model, self.rules, self.send_plan, self.steps.picked, plan)
         self.steps = self._wrap(recorded, plan)
 

@@ -9,7 +9,7 @@ trees, each shape is recorded twice, because chains do not need top candidates.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,24 +22,15 @@ from vllm_hetero_spec.staging import Mirror, Send
 
 Work = Callable[[], None]
 
-
-class Graphs(Protocol):
-    """Records device work. Recorded work reads and writes tensors that keep their address.
-
-    A replay does not repeat what Python computed during the recording. Tests implement it on a CPU.
-    """
-
-    def capture(self, work: Work) -> Work:
-        """Record the operations of `work`; return a function that replays them.
-
-        The caller keeps `work`, and so its tensors.
-        """
+# Records the operations of a function; returns a function that replays them, without what Python
+# computed. The caller keeps the tensors that they use, at the same address. Tests record on a CPU.
+Capture = Callable[[Work], Work]
 
 
 class GraphPlan(NamedTuple):
     """Shapes to record, as (requests, tokens per request), and the recorder of their graphs."""
 
-    graphs: Graphs
+    capture: Capture
     shapes: Sequence[tuple[int, int]]
     support: GraphSupport
 
@@ -75,7 +66,7 @@ class RecordedForward:
 
         self._work = work  # with the metadata, to which the graph refers
         with model.context(metadata, batch):
-            self.replay = recorded.graphs.capture(work)
+            self.replay = recorded.capture(work)
 
     def run(self, lengths: np.ndarray) -> None:
         """Replay; `lengths`, int32 [B], are those of the sequences after the forward."""
