@@ -42,7 +42,6 @@ MOVERS = {
     "engine/copies/policy.py": "arrays of the host: a prompt's token ids, mean acceptance",
     "engine/drafter/inline_source.py": "banned ids, once at start",
     "engine/drafter/method.py": "tables of the pair, once at start",
-    "engine/drafter/recorded_parallel.py": "static buffers, once at start",
     "engine/drafter/recorded_steps.py": "static buffers, once at start",
     "engine/drafter/requests.py": "arrays of the host: a prompt's token ids",
     "engine/drafter/round_plan.py": "arrays of the host: what will be fed",

@@ -82,14 +82,61 @@ class RecordedForward:
             self.replay()
 
 
-class StaticTensors:
-    """The static tensors of rounds of up to B requests.
+class StaticInputs:
+    """Inputs of recorded forwards, as in `ForwardBatch`.
 
-    `ids`, `positions`, `slots` and `lengths` are as in `ForwardBatch`; `plan_lengths`,
-    `plan_places`, `table` and `forks` as in `RoundPlan`.
+    Args:
+        mirror: Packets of rounds. The first array is `BatchFeed.tokens` of the largest forward, the
+            last one is the table of the largest number of requests.
 
     Attributes:
-        fed: int64 [3, tokens], `BatchFeed.tokens` of the catch-up forward.
+        fed: int64 [3, tokens], the first array on the device.
+    """
+
+    def __init__(self, model: DrafterModel, mirror: Mirror) -> None:
+        self.mirror, self._max_length = mirror, model.max_length
+        self.fed, *_, self.table = mirror.there
+        size, tokens, device = len(self.table), self.fed.shape[1], model.device
+        self.ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
+        self.lengths = torch.ones(size, dtype=torch.int32, device=device)
+
+    def batch(
+        self, size: int, width: int, rows: torch.Tensor | None = None, *, back: bool = False
+    ) -> ForwardBatch:
+        """Return a forward of `width` tokens of each of the first `size` requests."""
+        tokens, device = size * width, self.ids.device
+        starts = torch.arange(0, tokens + 1, width, dtype=torch.int32)
+        return ForwardBatch(
+            ids=self.ids[:tokens],
+            positions=self.positions[:tokens],
+            slots=self.slots[:tokens],
+            starts=starts.to(device),
+            starts_cpu=starts,
+            lengths=self.lengths[:size],
+            lengths_cpu=torch.full((size,), self._max_length, dtype=torch.int32),
+            table=self.table[:size],
+            max_query=width,
+            max_length=self._max_length,
+            rows=None if rows is None else rows.to(device),
+            back=back,
+        )
+
+    def load(self, size: int, width: int, lengths: torch.Tensor) -> None:
+        """Copy the packet's tokens, and `lengths`, to the inputs of a forward of this shape."""
+        tokens = size * width
+        for of, row in zip((self.ids, self.positions, self.slots), self.fed, strict=True):
+            of[:tokens].copy_(row[:tokens])
+        self.lengths[:size].copy_(lengths[:size])
+
+
+class StaticTensors(StaticInputs):
+    """The static tensors of rounds of up to B requests.
+
+    `plan_lengths`, `plan_places` and `forks` are as in `RoundPlan`.
+
+    Attributes:
         step: int64 [1], number of the next step.
         logits: [B, V_D], logits after the last token of each request.
         last: [B, V_D], logits at the position of that token, if rounds have `back`.
@@ -99,20 +146,11 @@ class StaticTensors:
     def __init__(
         self, model: DrafterModel, rules: PickConfig, picked: PickBuffers, size: int, tokens: int
     ) -> None:
-        device, steps = model.device, len(picked.packet)
-        self._max_length, self._rules = model.max_length, rules
+        device, steps, self._rules = model.device, len(picked.packet), rules
+        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
         # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(mode=False):
-
-            def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-                return torch.full(shape, value, dtype=dtype, device=device)
-
-            self.ids = filled(0, torch.int32, tokens)
-            self.positions = filled(0, torch.int64, tokens)
-            self.slots = filled(NOWHERE, torch.int64, tokens)
-            self.lengths = filled(1, torch.int32, size)
-            blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
-            self._mirror = Mirror(
+            mirror = Mirror(
                 device,
                 [
                     ((3, tokens), np.int64),
@@ -122,33 +160,15 @@ class StaticTensors:
                     ((size, blocks), np.int32),
                 ],
             )
-            there = self._mirror.there
-            self.fed, self.forks, self.plan_places, self.plan_lengths, self.table = there
-            self.step = filled(1, torch.int64, 1)
+            super().__init__(model, mirror)
+            _, self.forks, self.plan_places, self.plan_lengths, _ = mirror.there
+            self.step = torch.ones(1, dtype=torch.int64, device=device)
             self.now = PickBuffers(1, size, rules)
             self._picked = picked
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(size, 1)))
             self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
             self.last = torch.zeros_like(self.logits) if rules.back else self.logits[:0]
-
-    def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
-        """Return a forward of the first `size` requests; `back` as in `BatchFeed`."""
-        tokens = size * width
-        starts = torch.arange(0, tokens + 1, width, dtype=torch.int32)
-        return ForwardBatch(
-            ids=self.ids[:tokens],
-            positions=self.positions[:tokens],
-            slots=self.slots[:tokens],
-            starts=starts.to(self.ids.device),
-            starts_cpu=starts,
-            lengths=self.lengths[:size],
-            lengths_cpu=torch.full((size,), self._max_length, dtype=torch.int32),
-            table=self.table[:size],
-            max_query=width,
-            max_length=self._max_length,
-            back=back,
-        )
 
     def clear(self) -> None:
         """Set valid positions and lengths that write no KV. Graphs are recorded over them."""
@@ -162,7 +182,7 @@ class StaticTensors:
 
     def put(self, plan: RoundPlan) -> None:
         """Send a round's plan in one packet; with the catch-up tokens if it is `uniform`."""
-        fed, forks, places, lengths, table = self._mirror.write()
+        fed, forks, places, lengths, table = self.mirror.write()
         size, blocks = plan.table.shape
         if plan.uniform:
             fed[:, : plan.feed.tokens.shape[1]] = plan.feed.tokens
@@ -170,14 +190,7 @@ class StaticTensors:
         places[: plan.steps, :, :size] = plan.places
         lengths[: plan.steps, :size] = plan.lengths
         table[:size, :blocks] = plan.table
-        self._mirror.send(size)
-
-    def catch_up(self, size: int, width: int) -> None:
-        """Copy the tokens of the catch-up forward to the input."""
-        tokens = size * width
-        for of, row in zip((self.ids, self.positions, self.slots), self.fed, strict=True):
-            of[:tokens].copy_(row[:tokens])
-        self.lengths[:size].copy_(self.plan_lengths[0, :size])
+        self.mirror.send(size)
 
     def advance(self, size: int) -> None:
         """Copy the plan of the next step, and the tokens picked before, to the input."""
@@ -291,7 +304,9 @@ class RecordedSteps(Steps):
         on = self._on
         batch = on.batch(size, max(1, width), back=self._rules.back and width > 1)
         on.clear()
-        move = partial(on.catch_up, size, width) if width else partial(on.advance, size)
+        move = partial(on.advance, size)
+        if width:
+            move = partial(on.load, size, width, on.plan_lengths[0])
         finish = partial(on.pick, first=width > 0, back=batch.back)
         return RecordedForward(self._model, recorded, batch, move, finish)
 
