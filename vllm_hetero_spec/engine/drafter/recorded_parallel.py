@@ -15,10 +15,9 @@ from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.parallel import ParallelSteps
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward, StaticInputs
-from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
+from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
-from vllm_hetero_spec.staging import Mirror
 
 # Pending ids per request in a graph: those that the target has just written, and a few more.
 _PENDING = (2, 4, 8, 16)
@@ -42,13 +41,9 @@ class _Tensors(StaticInputs):
         self, model: DrafterModel, rules: PickConfig, size: int, tokens: int, places: int
     ) -> None:
         device, self._rules, self._places = model.device, rules, places
-        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
         with torch.inference_mode(mode=False):
-            mirror = Mirror(
-                device, [((3, tokens), np.int64), ((size,), np.int32), ((size, blocks), np.int32)]
-            )
-            super().__init__(model, mirror)
-            self.sent_lengths = mirror.there[1]
+            super().__init__(model, size, tokens, [((size,), np.int32)])
+            self.sent_lengths = self.mirror.there[1]
             self._own = PickBuffers(1, size * places, rules)
             self._own.wide = rules.beside > 0
             with torch.inference_mode():

@@ -83,20 +83,30 @@ class RecordedForward:
 
 
 class StaticInputs:
-    """Inputs of recorded forwards, as in `ForwardBatch`.
+    """Inputs of recorded forwards, as in `ForwardBatch`: up to `size` requests, `tokens` tokens.
+
+    A round is sent in one packet: `BatchFeed.tokens`, then `between`, then the table.
 
     Args:
-        mirror: Packets of rounds. The first array is `BatchFeed.tokens` of the largest forward, the
-            last one is the table of the largest number of requests.
+        between: Shape and dtype of each further array.
 
     Attributes:
         fed: int64 [3, tokens], the first array on the device.
     """
 
-    def __init__(self, model: DrafterModel, mirror: Mirror) -> None:
-        self.mirror, self._max_length = mirror, model.max_length
-        self.fed, *_, self.table = mirror.there
-        size, tokens, device = len(self.table), self.fed.shape[1], model.device
+    def __init__(
+        self,
+        model: DrafterModel,
+        size: int,
+        tokens: int,
+        between: Sequence[tuple[tuple[int, ...], type[np.number]]],
+    ) -> None:
+        device, self._max_length = model.device, model.max_length
+        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
+        self.mirror = Mirror(
+            device, [((3, tokens), np.int64), *between, ((size, blocks), np.int32)]
+        )
+        self.fed, *_, self.table = self.mirror.there
         self.ids = torch.zeros(tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
@@ -147,21 +157,15 @@ class StaticTensors(StaticInputs):
         self, model: DrafterModel, rules: PickConfig, picked: PickBuffers, size: int, tokens: int
     ) -> None:
         device, steps, self._rules = model.device, len(picked.packet), rules
-        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
         # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(mode=False):
-            mirror = Mirror(
-                device,
-                [
-                    ((3, tokens), np.int64),
-                    ((3, size), np.int64),
-                    ((steps, 2, size), np.int64),
-                    ((steps, size), np.int32),
-                    ((size, blocks), np.int32),
-                ],
+            super().__init__(
+                model,
+                size,
+                tokens,
+                [((3, size), np.int64), ((steps, 2, size), np.int64), ((steps, size), np.int32)],
             )
-            super().__init__(model, mirror)
-            _, self.forks, self.plan_places, self.plan_lengths, _ = mirror.there
+            _, self.forks, self.plan_places, self.plan_lengths, _ = self.mirror.there
             self.step = torch.ones(1, dtype=torch.int64, device=device)
             self.now = PickBuffers(1, size, rules)
             self._picked = picked
