@@ -33,7 +33,6 @@ class Drafter:
         lookahead: Largest draft length in target tokens.
 
     Attributes:
-        extensions: Optional features of the rounds.
         send: Sends arrays to the device in the middle of a round.
         most_steps: Largest number of drafter tokens per request and round.
         waits: True on a device, where reading a result synchronizes.

@@ -74,9 +74,6 @@ class DrafterModel:
         num_blocks: Blocks in the KV tensors; block 0 is reserved for padding.
         max_length: Longest sequence in tokens.
         max_lines: Largest number of sequences in a forward.
-
-    Raises:
-        ConfigError: The drafter's KV cache cannot be built.
     """
 
     def __init__(self, config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> None:

@@ -25,11 +25,7 @@ _MOST_TOKENS = 512  # of all requests in a graph, which bounds its memory
 
 
 class _Tensors(StaticInputs):
-    """The static tensors of all graphs of a drafter, for up to `size` requests.
-
-    Args:
-        tokens: Tokens of the largest graph.
-        places: P.
+    """The static tensors of all graphs of a drafter, for up to `size` requests; `places` is P.
 
     Attributes:
         logits: [B, P, V_D], logits of the P tokens of each request.

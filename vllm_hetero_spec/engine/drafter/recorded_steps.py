@@ -41,9 +41,6 @@ class RecordedForward:
     Args:
         move: Copies the inputs of the forward to the tensors of `batch`.
         finish: Uses the logits; part of the graph.
-
-    Attributes:
-        replay: Replays the graph.
     """
 
     def __init__(
