@@ -66,7 +66,7 @@ class RecordedForward:
             self.replay = recorded.capture(work)
 
     def run(self, lengths: np.ndarray) -> None:
-        """Replay; `lengths`, int32 [B], are those of the sequences after the forward."""
+        """Replay the graph; `lengths`, int32 [B], are those after the forward."""
         if self._in_graph:
             self.replay()
             return
