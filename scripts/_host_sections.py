@@ -29,8 +29,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "places": ("drafter.round_plan:Planner.plan",),
     "queue": ("drafter.decode_loop:Drafter.begin",),
     "model": (
-        "drafter.steps:EagerSteps.begin",
-        "drafter.steps:EagerSteps.step",
+        "drafter.steps:Steps.begin",
+        "drafter.steps:Steps.step",
         "drafter.recorded_steps:RecordedSteps.begin",
         "drafter.recorded_steps:RecordedSteps.step",
         "drafter.token_healing:TokenHealing.fetch",

@@ -211,7 +211,7 @@ def test_forwards_are_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafter_of(ToyDrafterModel(), LOOKAHEAD, 4)
     graphs = TapeGraphs()
     sizes = [(size, width) for size in (1, 4) for width in (1, 4, 8)]
-    drafter.record(graphs, sizes, GraphSupport(in_graph=True, several_tokens=True))
+    drafter.record(graphs.capture, sizes, GraphSupport(in_graph=True, several_tokens=True))
     step = functools.partial(idle_step, drafter)
     source = SimpleNamespace(drafter=drafter, step=step, pool=SimpleNamespace(capacity=8))
     worker = _gpu_worker.GpuWorker()

@@ -91,7 +91,7 @@ class _Outside:
 
 
 class TapeGraphs:
-    """`Graphs` for a CPU.
+    """Records on a CPU; `capture` is a `Capture`.
 
     Attributes:
         replays: Number of replays of all tapes.

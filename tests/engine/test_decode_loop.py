@@ -88,7 +88,7 @@ class World:
 def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) -> TapeGraphs:
     graphs = TapeGraphs()
     shapes = [(size, width) for size in sizes for width in (1, 4, 8)]
-    world.drafter.record(graphs, shapes, GraphSupport(in_graph, several_tokens=True))
+    world.drafter.record(graphs.capture, shapes, GraphSupport(in_graph, several_tokens=True))
     return graphs
 
 

@@ -63,7 +63,7 @@ class World:
         if parallel:
             make_parallel(drafter, MASK, places=LONGEST)
         if recorded:
-            drafter.record(TapeGraphs(), SHAPES, GraphSupport(True, several_tokens=True))
+            drafter.record(TapeGraphs().capture, SHAPES, GraphSupport(True, several_tokens=True))
         self.pool = KVPool(blocks, SIZE)
         self.server = DraftingServer(drafter, self.pool, self.table, ends, BUDGET, ROWS)
         self.serial = 0

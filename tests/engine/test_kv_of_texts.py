@@ -94,7 +94,7 @@ class World:
         if graphs:
             shapes = [(size, width) for size in (1, 4, 8) for width in (1, 4, 8)]
             support = GraphSupport(chance.random() < 0.5, several_tokens=True)
-            self.drafter.record(TapeGraphs(), shapes, support)
+            self.drafter.record(TapeGraphs().capture, shapes, support)
             self.drafter.waits = True
             self.drafter.may_wait = chance.random() < 0.5
         self.pool = KVPool(BLOCKS if seed % 2 else chance.choice((12, 25, 40)), SIZE)

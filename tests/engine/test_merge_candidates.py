@@ -16,7 +16,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps
+from vllm_hetero_spec.engine.drafter.steps import Steps
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.slrs import slrs
 from vllm_hetero_spec.slrs.slrs import SlrsFeed
@@ -122,24 +122,24 @@ def test_a_round_keeps_its_packet_while_drawn_drafts_feed(
     """Greedy and sampled drafts share a round. The single decode steps continue after the feeds."""
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     drawn = SamplingParams(temperature=1, seed=5, max_tokens=48, ignore_eos=True)
-    begin, step = EagerSteps.begin, EagerSteps.step
+    begin, step = Steps.begin, Steps.step
     sent: list[list[torch.Tensor]] = []
     kept: list[bool] = []
 
-    def packet(steps: EagerSteps) -> list[torch.Tensor]:
+    def packet(steps: Steps) -> list[torch.Tensor]:
         return [steps._lengths, steps._places, steps._table]
 
-    def begun(self: EagerSteps, plan: RoundPlan) -> torch.Tensor:
+    def begun(self: Steps, plan: RoundPlan) -> torch.Tensor:
         logits = begin(self, plan)
         sent[:] = [[tensor.clone() for tensor in packet(self)]]
         return logits
 
-    def stepped(self: EagerSteps, number: int) -> torch.Tensor:
+    def stepped(self: Steps, number: int) -> torch.Tensor:
         kept.append(all(map(torch.equal, packet(self), sent[0])))
         return step(self, number)
 
-    monkeypatch.setattr(EagerSteps, "begin", begun)
-    monkeypatch.setattr(EagerSteps, "step", stepped)
+    monkeypatch.setattr(Steps, "begin", begun)
+    monkeypatch.setattr(Steps, "step", stepped)
     spec = slem(demo_pair / "drafter", method="slrs", merge_candidates=3)
     with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
         llm.generate(code_prompts[:8], [greedy, drawn] * 4, use_tqdm=False)

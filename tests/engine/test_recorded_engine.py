@@ -36,7 +36,7 @@ def record(llm: Any, widths: Sequence[int] = WIDTHS) -> TapeGraphs:
     graphs = TapeGraphs()
     drafter = proposer_of(llm).drafting.source.drafter
     shapes = [(size, width) for size in SIZES for width in widths]
-    drafter.record(graphs, shapes, GraphSupport(in_graph=False, several_tokens=True))
+    drafter.record(graphs.capture, shapes, GraphSupport(in_graph=False, several_tokens=True))
     return graphs
 
 

@@ -19,6 +19,8 @@ from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
 class Graphs:
     """A stand-in for CUDA graphs that records the current stream."""
 
+    capture = None
+
     def __init__(self) -> None:
         self.stream = "the usual"
 

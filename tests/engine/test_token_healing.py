@@ -65,7 +65,7 @@ def test_greedy_identity(
         for recorded, waits in ((False, False), (True, False), (True, True)):
             if recorded:
                 support = GraphSupport(in_graph=False, several_tokens=True)
-                drafter.record(TapeGraphs(), SHAPES, support)
+                drafter.record(TapeGraphs().capture, SHAPES, support)
             monkeypatch.setattr(drafter, "waits", waits)
             proposer_of(llm).reset()
             seen.clear()
@@ -77,7 +77,9 @@ def test_greedy_identity(
         assert "drafter_error" not in read_stats(llm)["skipped"]
         # If graphs have one token per request only, healing would need forwards without graphs.
         # Then no draft is healed.
-        drafter.record(TapeGraphs(), SHAPES, GraphSupport(in_graph=False, several_tokens=False))
+        drafter.record(
+            TapeGraphs().capture, SHAPES, GraphSupport(in_graph=False, several_tokens=False)
+        )
         seen.clear()
         assert generate(llm, texts, greedy()) == alone
         assert not seen

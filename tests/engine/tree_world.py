@@ -75,7 +75,9 @@ class World:
         )
         if graphs:
             shapes = [(size, width) for size in recorded for width in (1, 4, 8)]
-            self.drafter.record(TapeGraphs(), shapes, GraphSupport(True, several_tokens=True))
+            self.drafter.record(
+                TapeGraphs().capture, shapes, GraphSupport(True, several_tokens=True)
+            )
         self.pool, self.raced = KVPool(BLOCKS, SIZE), raced
         special: Any = SimpleNamespace(
             drafter_eos=frozenset(ends), banned=frozenset(), proposed={end: end for end in ends}

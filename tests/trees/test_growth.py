@@ -232,12 +232,13 @@ def test_a_race_tree_of_the_target_itself() -> None:
     def row(path: Path) -> torch.Tensor:
         return rows.setdefault(path, torch.tensor(generator.dirichlet([0.5] * size)).float())
 
-    identity = TokenMap(torch.arange(size), size)
     growth, node = RaceTreeBuilder(lambda d: [d], by_lead), ROOT
     for _ in range(depth):
         path, first = tuple(growth.path(node)), len(growth.tree.tokens)
         at = torch.tensor([seed]), torch.tensor([place + len(path)])
-        arrivals = Arrivals.of(row(path)[None], identity, row(path)[None], *at, 3)
+        probs = row(path)[None]
+        ids, speeds = first_arrivals(probs, *at, 3)
+        arrivals = Arrivals(ids, ids, speeds, probs.gather(1, ids))
         on_host = [column[0].numpy() for column in arrivals]
         growth.arrived(node, on_host)
         node = first

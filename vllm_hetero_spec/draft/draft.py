@@ -4,7 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,14 +36,6 @@ def confidences_of(peaks: Sequence[float], ends: Sequence[int]) -> list[float]:
     return confidences
 
 
-class Rows(Protocol):
-    """Rows that the target computes for a draft tree."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Input token of each row, as vLLM schedules them."""
-
-
 class Draft(NamedTuple):
     """A draft of one request: a tree of target tokens, usually a chain.
 
@@ -53,7 +45,7 @@ class Draft(NamedTuple):
         confidences: One per token if requested, else empty. Each is known before its token is
             drawn, so that a draft may be shortened by it without loss.
         draft_probs: None if all tokens are certain.
-        rows: Rows of a tree in the target's forward (`trees.layout.lay_out`); None for a chain.
+        rows: Rows of a tree in the target's forward, `trees.layout.TreeRows`; None for a chain.
             A draft with rows is not shortened anymore.
         explored: All candidates of a chain that may still become a tree.
     """
@@ -63,7 +55,7 @@ class Draft(NamedTuple):
     parents: Sequence[int]
     confidences: Sequence[float] = ()
     draft_probs: DraftProbs | None = None
-    rows: Rows | None = None
+    rows: Any = None
     explored: Any = None
 
     @property

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table of the drafting methods, with an estimate of how promising each one is for a pair.
 
-To add a method, add a row to `METHODS` and its name to the tests of `tests/draft/test_methods.py`.
 A sampled method maps each drafter token to target tokens. Any map is lossless, because the
 verifier receives the distribution that follows from it (proof: `tests/oracle/reference.py`).
 Tokenizer statistics only bound the acceptance rate: `order` is a starting point for measurements.

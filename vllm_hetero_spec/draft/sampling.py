@@ -73,26 +73,6 @@ class Arrivals(NamedTuple):
     speeds: torch.Tensor
     shares: torch.Tensor
 
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        tokens: TokenMap,
-        psi: torch.Tensor,
-        seeds: torch.Tensor,
-        places: torch.Tensor,
-        count: int,
-    ) -> "Arrivals":
-        """Run the races of a drafter's rows; `seeds` and `places` as in `race`.
-
-        Args:
-            q: float32 [n, V_D] or wider, the drafter's distributions.
-            psi: float32 [n, V_T], draft_probs of q.
-        """
-        ids, speeds = first_arrivals(psi, seeds, places, count)
-        fed = tokens.likeliest(q).gather(1, ids).clamp_max_(len(tokens.first) - 1)
-        return cls(ids, fed, speeds, psi.gather(1, ids))
-
 
 class BatchSampler:
     """Sampler of the n sampled requests of one drafting round.
@@ -186,7 +166,7 @@ class BatchSampler:
             if self._raced is not None:
                 raced = table[part, :-1], seeds[part], self._raced[part]
                 if self._beside:
-                    arrivals.append(Arrivals.of(q, self._tokens, *raced, self._beside))
+                    arrivals.append(self._arrived(q, *raced))
                     winners = arrivals[-1].tokens[:, 0]
                 else:
                     winners = race(*raced)
@@ -199,6 +179,12 @@ class BatchSampler:
         if self._raced is not None:
             self._raced[:count] += self._lengths[chosen]
         return chosen
+
+    def _arrived(self, q: torch.Tensor, psi: torch.Tensor, *at: torch.Tensor) -> Arrivals:
+        """Run the races of rows q with draft_probs psi; `at` are seeds and places as in `race`."""
+        ids, speeds = first_arrivals(psi, *at, self._beside)
+        fed = self._tokens.likeliest(q).gather(1, ids).clamp_max_(len(self._tokens.first) - 1)
+        return Arrivals(ids, fed, speeds, psi.gather(1, ids))
 
     def skip(self, first: int, chosen: torch.Tensor, times: int = 1) -> None:
         """Advance the race places of the requests from `first` on by one chosen token each.

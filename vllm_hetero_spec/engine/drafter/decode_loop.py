@@ -14,10 +14,10 @@ import torch
 
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
-from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, Graphs, RecordedSteps
+from vllm_hetero_spec.engine.drafter.recorded_steps import Capture, GraphPlan, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
-from vllm_hetero_spec.engine.drafter.steps import EagerSteps, Steps, ragged_batch, read_in_parts
+from vllm_hetero_spec.engine.drafter.steps import Steps, ragged_batch, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
 from vllm_hetero_spec.staging import Receiver, Sender, Stopwatch
@@ -33,7 +33,6 @@ class Drafter:
         lookahead: Largest draft length in target tokens.
 
     Attributes:
-        extensions: Optional features of the rounds.
         send: Sends arrays to the device in the middle of a round.
         most_steps: Largest number of drafter tokens per request and round.
         waits: True on a device, where reading a result synchronizes.
@@ -61,7 +60,7 @@ class Drafter:
         self.planner = Planner(model.block_size, rules.vocab_size)
         # A sender of its own: it sends in the middle of a round, whose packets must stay valid.
         self._send_feed = Sender(device).send
-        self.steps: Steps = EagerSteps(model, rules, self.send_plan, picked)
+        self.steps = Steps(model, rules, self.send_plan, picked)
         self._wrap: Callable[[Steps, GraphPlan | None], Steps] = lambda steps, _: steps
         self._round: Round | None = None
 
@@ -71,13 +70,13 @@ class Drafter:
         self.steps = wrap(self.steps, None)
 
     def record(
-        self, graphs: Graphs, shapes: Sequence[tuple[int, int]], support: GraphSupport
+        self, capture: Capture, shapes: Sequence[tuple[int, int]], support: GraphSupport
     ) -> None:
         """Record CUDA graphs for (requests, tokens per request), and use them from now on."""
         # A `back` round feeds at least two tokens per request. If graphs take one token only, each
         # of its catch-up forwards would run eagerly.
         self.rules = replace(self.rules, back=self.rules.back and support.several_tokens)
-        plan = GraphPlan(graphs, shapes, support)
+        plan = GraphPlan(capture, shapes, support)
         recorded = RecordedSteps(self.model, self.rules, self.send_plan, self.steps.picked, plan)
         self.steps = self._wrap(recorded, plan)
 

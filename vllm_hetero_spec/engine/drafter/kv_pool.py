@@ -231,16 +231,14 @@ class KVPool:
             self._suspect.update(unchecked)
             self._forget([block for block in unchecked if self._refs[block] == 1])
         for block in reversed(table.blocks[keep:]):
-            self._release(block)
-        del table.blocks[keep:]
-
-    def _release(self, block: int) -> None:
-        self._refs[block] -= 1
-        if self._refs[block] == 0:
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
             if block in self._name_of:
                 self._cached[block] = None
             else:
                 self._free.append(block)
+        del table.blocks[keep:]
 
     def _evict(self) -> int:
         block = next(iter(self._cached))

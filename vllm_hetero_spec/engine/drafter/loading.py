@@ -86,8 +86,6 @@ def faults_named(drafter: ModelConfig) -> Iterator[None]:
 def load_drafter(config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> LoadedDrafter:
     """Load the drafter for the target's platform. Sets the block size and KV layout of `config`.
 
-    `kv_budget` maps a function from tokens to KV bytes to the KV budget in bytes.
-
     Raises:
         ConfigError: The weights are incomplete, the layers cannot share KV blocks, or the budget is
             smaller than two blocks.

@@ -99,9 +99,7 @@ def _choose(
 ) -> Choice:
     """Return the best method for a pair that the deployment can run.
 
-    Args:
-        maps: Maps between the vocabularies; None if both tokenizers are the same.
-        merges: Allow methods that look beyond one drafter token.
+    `maps` is None if both tokenizers are the same; `merges` is as in `sampling_of`.
     """
     if ranks > 1:
         return Choice(SLEM, "a drafter that is split over ranks drafts greedily")

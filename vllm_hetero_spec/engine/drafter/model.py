@@ -74,9 +74,6 @@ class DrafterModel:
         num_blocks: Blocks in the KV tensors; block 0 is reserved for padding.
         max_length: Longest sequence in tokens.
         max_lines: Largest number of sequences in a forward.
-
-    Raises:
-        ConfigError: The drafter's KV cache cannot be built.
     """
 
     def __init__(self, config: VllmConfig, device: torch.device, kv_budget: KVBudget) -> None:
@@ -152,13 +149,8 @@ class DrafterModel:
     def graph_support(self) -> GraphSupport | None:
         """CUDA graph features of the attention backends; None if they support no graphs."""
         builders = [group.get_metadata_builder() for group in self._groups]
-        least = min(
-            (
-                builder.get_cudagraph_support(self.config, builder.kv_cache_spec)
-                for builder in builders
-            ),
-            key=lambda support: support.value,
-        )
+        supports = [of.get_cudagraph_support(self.config, of.kv_cache_spec) for of in builders]
+        least = min(supports, key=lambda support: support.value)
         if least == AttentionCGSupport.NEVER:
             return None
         # A backend that reorders batches treats a request of several tokens as a prefill, unless

@@ -18,7 +18,7 @@ import torch
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan
 from vllm_hetero_spec.engine.drafter.round_plan import BatchFeed, RoundPlan
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Steps, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickConfig
 
 
@@ -46,29 +46,19 @@ def make_parallel(drafter: Drafter, mask: int, places: int) -> None:
     drafter.wrap_steps(wrap)
 
 
-class ParallelSteps:
-    """Runs a round by one forward; implements `Steps`. Rounds of one step run by `inner`."""
+class ParallelSteps(Steps):
+    """Runs a round by one forward. Rounds of one step run by `inner`."""
 
     def __init__(self, inner: Steps, drafter: Drafter, mask: int, places: int) -> None:
-        self._model, self._rules, self._send = drafter.model, drafter.rules, drafter.send_plan
-        self._inner, self._mask, self.picked, self.places = inner, mask, inner.picked, places
+        super().__init__(drafter.model, drafter.rules, drafter.send_plan, inner.picked)
+        self._inner, self._mask, self.places = inner, mask, places
         self._logits: Sequence[torch.Tensor] = ()
 
     @property
     def replays(self) -> int:
-        return self._inner.replays
-
-    @property
-    def forks(self) -> torch.Tensor:
-        return self._inner.forks
-
-    def shape(self, count: int, pending: int, context: int) -> Shape:
-        return Shape()
+        return self._inner.replays + self._replays
 
     def widths(self, count: int) -> Sequence[int]:
-        return self._inner.widths(count)
-
-    def last_widths(self, count: int) -> Sequence[int]:
         return self._inner.widths(count)
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
@@ -88,9 +78,6 @@ class ParallelSteps:
 
     def moved(self) -> None:
         """Do nothing: predictions do not depend on the token in front of them."""
-
-    def again(self) -> None:
-        """Do nothing, as in `moved`."""
 
 
 def with_masks(plan: RoundPlan, mask: int) -> tuple[BatchFeed, np.ndarray, np.ndarray]:

@@ -14,84 +14,52 @@ import torch
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch
 from vllm_hetero_spec.engine.drafter.parallel import ParallelSteps
-from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward
-from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
+from vllm_hetero_spec.engine.drafter.recorded_steps import GraphPlan, RecordedForward, StaticInputs
+from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
-from vllm_hetero_spec.staging import Mirror
 
 # Pending ids per request in a graph: those that the target has just written, and a few more.
 _PENDING = (2, 4, 8, 16)
 _MOST_TOKENS = 512  # of all requests in a graph, which bounds its memory
 
 
-class _Tensors:
-    """The static tensors of all graphs of a drafter, for up to `size` requests.
-
-    Args:
-        tokens: Tokens of the largest graph.
-        places: P.
+class _Tensors(StaticInputs):
+    """The static tensors of all graphs of a drafter, for up to `size` requests; `places` is P.
 
     Attributes:
         logits: [B, P, V_D], logits of the P tokens of each request.
         last: [B, V_D], logits at the position of the last pending id.
+        sent_lengths: int32 [B], the second array of the packet.
     """
 
     def __init__(
         self, model: DrafterModel, rules: PickConfig, size: int, tokens: int, places: int
     ) -> None:
-        self._model, self._rules, self._places = model, rules, places
-        device = model.device
-        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
+        device, self._rules, self._places = model.device, rules, places
         with torch.inference_mode(mode=False):
-            arrays: list[tuple[tuple[int, ...], type[np.number]]]
-            arrays = [((3, tokens), np.int64), ((size,), np.int32), ((size, blocks), np.int32)]
-            self.mirror = Mirror(device, arrays)
-            self._fed, self._sent_lengths, self._table = self.mirror.there
-            self._ids = torch.zeros(tokens, dtype=torch.int32, device=device)
-            self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-            self._slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
-            self._lengths = torch.ones(size, dtype=torch.int32, device=device)
+            super().__init__(model, size, tokens, [((size,), np.int32)])
+            self.sent_lengths = self.mirror.there[1]
             self._own = PickBuffers(1, size * places, rules)
             self._own.wide = rules.beside > 0
             with torch.inference_mode():
-                like = rules.only_real(model.forward(self.batch(1, _PENDING[0])))
+                like = rules.only_real(model.forward(self.behind(1, _PENDING[0])))
             shape = size, places, like.shape[1]
             self.logits = torch.zeros(shape, dtype=like.dtype, device=device)
             self.last = torch.zeros((size, like.shape[1]), dtype=like.dtype, device=device)
 
-    def batch(self, size: int, pending: int) -> ForwardBatch:
-        """Return a forward; its `rows` are the last two pending ids and the masks."""
-        width, model = pending + self._places - 1, self._model
-        starts = torch.arange(0, size * width + 1, width, dtype=torch.int32)
-        rows = starts[:-1, None].long() + torch.arange(pending - 2, width)
-        return ForwardBatch(
-            ids=self._ids[: size * width],
-            positions=self._positions[: size * width],
-            slots=self._slots[: size * width],
-            starts=starts.to(model.device),
-            starts_cpu=starts,
-            lengths=self._lengths[:size],
-            lengths_cpu=torch.full((size,), model.max_length, dtype=torch.int32),
-            table=self._table[:size],
-            max_query=width,
-            max_length=model.max_length,
-            rows=rows.flatten().to(model.device),
-        )
+    def behind(self, size: int, pending: int) -> ForwardBatch:
+        """Return a forward whose `rows` are the last two pending ids and the masks."""
+        width = pending + self._places - 1
+        rows = torch.arange(size)[:, None] * width + torch.arange(pending - 2, width)
+        return self.batch(size, width, rows.flatten())
 
     def clear(self, pending: int) -> None:
         """Set valid lengths, and slots that write no KV. A graph is recorded over them."""
-        for slots in (self._slots, self._fed[2]):
+        for slots in (self.slots, self.fed[2]):
             slots.fill_(NOWHERE)
-        for lengths in (self._lengths, self._sent_lengths):
+        for lengths in (self.lengths, self.sent_lengths):
             lengths.fill_(pending + self._places - 1)
-
-    def move(self, size: int, pending: int) -> None:
-        """Copy what was sent to the input."""
-        tokens = size * (pending + self._places - 1)
-        for of, sent in zip((self._ids, self._positions, self._slots), self._fed, strict=True):
-            of[:tokens].copy_(sent[:tokens])
-        self._lengths[:size].copy_(self._sent_lengths[:size])
 
     def pick(self, logits: torch.Tensor, size: int, picked: PickBuffers) -> None:
         """Keep the logits [size * (1 + P), V_D], and pick P tokens of each request."""
@@ -112,12 +80,12 @@ class RecordedParallel(ParallelSteps):
     """
 
     _logits: Sequence[torch.Tensor]
+    _replays: int
 
     def __init__(
         self, inner: Steps, drafter: Drafter, mask: int, places: int, recorded: GraphPlan
     ) -> None:
         super().__init__(inner, drafter, mask, places)
-        self._own_replays = 0
         sizes = sorted({size for size, _ in recorded.shapes})
         self._widths = {
             size: [of for of in _PENDING if size * (of + places - 1) <= _MOST_TOKENS]
@@ -131,10 +99,6 @@ class RecordedParallel(ParallelSteps):
         with torch.inference_mode():
             for size, pending in sorted(shapes, reverse=True):
                 self._rounds[size, pending] = self._record(recorded, size, pending)
-
-    @property
-    def replays(self) -> int:
-        return super().replays + self._own_replays
 
     def shape(self, count: int, pending: int, context: int) -> Shape:
         widths = self._widths.get(self._size(count), ())
@@ -150,7 +114,7 @@ class RecordedParallel(ParallelSteps):
         if not (plan.uniform and fits and shape in self._rounds):
             return super().begin(plan)
         lengths = self._put(plan)
-        self._own_replays += 1
+        self._replays += 1
         self._rounds[shape].run(lengths)
         counts = [plan.count, *plan.active[1:]]
         self._logits = [self._on.logits[:count, step] for step, count in enumerate(counts)]
@@ -162,9 +126,9 @@ class RecordedParallel(ParallelSteps):
     def _record(self, recorded: GraphPlan, size: int, pending: int) -> RecordedForward:
         on = self._on
         on.clear(pending)
-        move = partial(on.move, size, pending)
+        move = partial(on.load, size, pending + self.places - 1, on.sent_lengths)
         finish = partial(on.pick, size=size, picked=self.picked)
-        return RecordedForward(self._model, recorded, on.batch(size, pending), move, finish)
+        return RecordedForward(self._model, recorded, on.behind(size, pending), move, finish)
 
     def _put(self, plan: RoundPlan) -> np.ndarray:
         """Send a round in one packet. Return the lengths of the sequences, int32 [B]."""

@@ -7,39 +7,30 @@ per size serves all steps. Prompts and batches that fit no graph run eagerly. If
 trees, each shape is recorded twice, because chains do not need top candidates.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, ForwardBatch, GraphSupport
 from vllm_hetero_spec.engine.drafter.round_plan import NOWHERE, RoundPlan, table_width
-from vllm_hetero_spec.engine.drafter.steps import CaughtUp, EagerSteps, Shape, ragged_batch
+from vllm_hetero_spec.engine.drafter.steps import CaughtUp, Shape, Steps, ragged_batch
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig
 from vllm_hetero_spec.staging import Mirror, Send
 
 Work = Callable[[], None]
 
-
-class Graphs(Protocol):
-    """Records device work. Recorded work reads and writes tensors that keep their address.
-
-    A replay does not repeat what Python computed during the recording. Tests implement it on a CPU.
-    """
-
-    def capture(self, work: Work) -> Work:
-        """Record the operations of `work`; return a function that replays them.
-
-        The caller keeps `work`, and so its tensors.
-        """
+# Records the operations of a function; returns a function that replays them, without what Python
+# computed. The caller keeps the tensors that they use, at the same address. Tests record on a CPU.
+Capture = Callable[[Work], Work]
 
 
 class GraphPlan(NamedTuple):
     """Shapes to record, as (requests, tokens per request), and the recorder of their graphs."""
 
-    graphs: Graphs
+    capture: Capture
     shapes: Sequence[tuple[int, int]]
     support: GraphSupport
 
@@ -50,9 +41,6 @@ class RecordedForward:
     Args:
         move: Copies the inputs of the forward to the tensors of `batch`.
         finish: Uses the logits; part of the graph.
-
-    Attributes:
-        replay: Replays the graph.
     """
 
     def __init__(
@@ -75,10 +63,10 @@ class RecordedForward:
 
         self._work = work  # with the metadata, to which the graph refers
         with model.context(metadata, batch):
-            self.replay = recorded.graphs.capture(work)
+            self.replay = recorded.capture(work)
 
     def run(self, lengths: np.ndarray) -> None:
-        """Replay; `lengths`, int32 [B], are those of the sequences after the forward."""
+        """Replay the graph; `lengths`, int32 [B], are those after the forward."""
         if self._in_graph:
             self.replay()
             return
@@ -91,14 +79,71 @@ class RecordedForward:
             self.replay()
 
 
-class StaticTensors:
-    """The static tensors of rounds of up to B requests.
+class StaticInputs:
+    """Inputs of recorded forwards, as in `ForwardBatch`: up to `size` requests, `tokens` tokens.
 
-    `ids`, `positions`, `slots` and `lengths` are as in `ForwardBatch`; `plan_lengths`,
-    `plan_places`, `table` and `forks` as in `RoundPlan`.
+    A round is sent in one packet: `BatchFeed.tokens`, then `between`, then the table.
+
+    Args:
+        between: Shape and dtype of each further array.
 
     Attributes:
-        fed: int64 [3, tokens], `BatchFeed.tokens` of the catch-up forward.
+        fed: int64 [3, tokens], the first array on the device.
+    """
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        size: int,
+        tokens: int,
+        between: Sequence[tuple[tuple[int, ...], type[np.number]]],
+    ) -> None:
+        device, self._max_length = model.device, model.max_length
+        blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
+        self.mirror = Mirror(
+            device, [((3, tokens), np.int64), *between, ((size, blocks), np.int32)]
+        )
+        self.fed, *_, self.table = self.mirror.there
+        self.ids = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.slots = torch.full((tokens,), NOWHERE, dtype=torch.int64, device=device)
+        self.lengths = torch.ones(size, dtype=torch.int32, device=device)
+
+    def batch(
+        self, size: int, width: int, rows: torch.Tensor | None = None, *, back: bool = False
+    ) -> ForwardBatch:
+        """Return a forward of `width` tokens of each of the first `size` requests."""
+        tokens, device = size * width, self.ids.device
+        starts = torch.arange(0, tokens + 1, width, dtype=torch.int32)
+        return ForwardBatch(
+            ids=self.ids[:tokens],
+            positions=self.positions[:tokens],
+            slots=self.slots[:tokens],
+            starts=starts.to(device),
+            starts_cpu=starts,
+            lengths=self.lengths[:size],
+            lengths_cpu=torch.full((size,), self._max_length, dtype=torch.int32),
+            table=self.table[:size],
+            max_query=width,
+            max_length=self._max_length,
+            rows=None if rows is None else rows.to(device),
+            back=back,
+        )
+
+    def load(self, size: int, width: int, lengths: torch.Tensor) -> None:
+        """Copy the packet's tokens, and `lengths`, to the inputs of a forward of this shape."""
+        tokens = size * width
+        for of, row in zip((self.ids, self.positions, self.slots), self.fed, strict=True):
+            of[:tokens].copy_(row[:tokens])
+        self.lengths[:size].copy_(lengths[:size])
+
+
+class StaticTensors(StaticInputs):
+    """The static tensors of rounds of up to B requests.
+
+    `plan_lengths`, `plan_places` and `forks` are as in `RoundPlan`.
+
+    Attributes:
         step: int64 [1], number of the next step.
         logits: [B, V_D], logits after the last token of each request.
         last: [B, V_D], logits at the position of that token, if rounds have `back`.
@@ -106,69 +151,25 @@ class StaticTensors:
     """
 
     def __init__(
-        self,
-        model: DrafterModel,
-        rules: PickConfig,
-        picked: PickBuffers,
-        size: int,
-        tokens: int,
-        widths: Collection[int],
+        self, model: DrafterModel, rules: PickConfig, picked: PickBuffers, size: int, tokens: int
     ) -> None:
-        device, steps = model.device, len(picked.packet)
-        self._max_length, self._rules = model.max_length, rules
+        device, steps, self._rules = model.device, len(picked.packet), rules
         # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(mode=False):
-
-            def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-                return torch.full(shape, value, dtype=dtype, device=device)
-
-            self.ids = filled(0, torch.int32, tokens)
-            self.positions = filled(0, torch.int64, tokens)
-            self.slots = filled(NOWHERE, torch.int64, tokens)
-            self.lengths = filled(1, torch.int32, size)
-            blocks = table_width(-(-model.max_length // model.block_size), model.block_size)
-            self._mirror = Mirror(
-                device,
-                [
-                    ((3, tokens), np.int64),
-                    ((3, size), np.int64),
-                    ((steps, 2, size), np.int64),
-                    ((steps, size), np.int32),
-                    ((size, blocks), np.int32),
-                ],
+            super().__init__(
+                model,
+                size,
+                tokens,
+                [((3, size), np.int64), ((steps, 2, size), np.int64), ((steps, size), np.int32)],
             )
-            there = self._mirror.there
-            self.fed, self.forks, self.plan_places, self.plan_lengths, self.table = there
-            self.step = filled(1, torch.int64, 1)
+            _, self.forks, self.plan_places, self.plan_lengths, _ = self.mirror.there
+            self.step = torch.ones(1, dtype=torch.int64, device=device)
             self.now = PickBuffers(1, size, rules)
             self._picked = picked
-            self._starts_cpu = {
-                width: torch.arange(0, size * width + 1, width, dtype=torch.int32)
-                for width in widths
-            }
-            self._starts = {width: of.to(device) for width, of in self._starts_cpu.items()}
-            self._longest = torch.full((size,), model.max_length, dtype=torch.int32)
             with torch.inference_mode():
                 like = rules.only_real(model.forward(self.batch(size, 1)))
             self.logits = torch.zeros(like.shape, dtype=like.dtype, device=device)
             self.last = torch.zeros_like(self.logits) if rules.back else self.logits[:0]
-
-    def batch(self, size: int, width: int, *, back: bool = False) -> ForwardBatch:
-        """Return a forward of the first `size` requests; `back` as in `BatchFeed`."""
-        tokens = size * width
-        return ForwardBatch(
-            ids=self.ids[:tokens],
-            positions=self.positions[:tokens],
-            slots=self.slots[:tokens],
-            starts=self._starts[width][: size + 1],
-            starts_cpu=self._starts_cpu[width][: size + 1],
-            lengths=self.lengths[:size],
-            lengths_cpu=self._longest[:size],
-            table=self.table[:size],
-            max_query=width,
-            max_length=self._max_length,
-            back=back,
-        )
 
     def clear(self) -> None:
         """Set valid positions and lengths that write no KV. Graphs are recorded over them."""
@@ -182,7 +183,7 @@ class StaticTensors:
 
     def put(self, plan: RoundPlan) -> None:
         """Send a round's plan in one packet; with the catch-up tokens if it is `uniform`."""
-        fed, forks, places, lengths, table = self._mirror.write()
+        fed, forks, places, lengths, table = self.mirror.write()
         size, blocks = plan.table.shape
         if plan.uniform:
             fed[:, : plan.feed.tokens.shape[1]] = plan.feed.tokens
@@ -190,14 +191,7 @@ class StaticTensors:
         places[: plan.steps, :, :size] = plan.places
         lengths[: plan.steps, :size] = plan.lengths
         table[:size, :blocks] = plan.table
-        self._mirror.send(size)
-
-    def catch_up(self, size: int, width: int) -> None:
-        """Copy the tokens of the catch-up forward to the input."""
-        tokens = size * width
-        for of, row in zip((self.ids, self.positions, self.slots), self.fed, strict=True):
-            of[:tokens].copy_(row[:tokens])
-        self.lengths[:size].copy_(self.plan_lengths[0, :size])
+        self.mirror.send(size)
 
     def advance(self, size: int) -> None:
         """Copy the plan of the next step, and the tokens picked before, to the input."""
@@ -231,11 +225,12 @@ class StaticTensors:
         self.step.add_(1)
 
 
-class RecordedSteps(EagerSteps):
+class RecordedSteps(Steps):
     """Runs rounds by CUDA graphs. A round or a catch-up without a graph runs eagerly."""
 
     forks: torch.Tensor
     _plan: RoundPlan
+    _replays: int
 
     def __init__(
         self,
@@ -246,15 +241,14 @@ class RecordedSteps(EagerSteps):
         recorded: GraphPlan,
     ) -> None:
         super().__init__(model, rules, send, picked)
-        self.replays, self._replays_round = 0, False
+        self._replays_round = False
         _, shapes, support = recorded
         shapes = [(size, width) for size, width in shapes if support.several_tokens or width == 1]
         self._widths: dict[int, list[int]] = {}
         for size, width in sorted(shapes):
             self._widths.setdefault(size, []).append(width)
         tokens = max(size * width for size, width in shapes)
-        widths = {width for _, width in shapes}
-        self._on = StaticTensors(model, rules, picked, max(self._widths), tokens, widths)
+        self._on = StaticTensors(model, rules, picked, max(self._widths), tokens)
         # By size, width, and whether trees are possible.
         self._recordings: dict[tuple[int, int, bool], RecordedForward] = {}
         with torch.inference_mode():
@@ -279,7 +273,7 @@ class RecordedSteps(EagerSteps):
         on.put(plan)
         self.forks = on.forks[:, : plan.forks.shape[1]]
         if plan.uniform:
-            self._replay(plan, size, feed.most, 0)
+            self._replay(size, feed.most, 0)
         else:
             tokens, starts, rows = self._send(feed.tokens, feed.starts, feed.rows)
             sent = (tokens, starts, on.plan_lengths[0, :count], on.table[:count], rows)
@@ -291,7 +285,7 @@ class RecordedSteps(EagerSteps):
         if not self._replays_round:
             return super().step(number)
         count = self._plan.active[number]
-        self._replay(self._plan, self._size(count), 0, number)
+        self._replay(self._size(count), 0, number)
         return self._on.logits[:count]
 
     def moved(self) -> None:
@@ -311,11 +305,13 @@ class RecordedSteps(EagerSteps):
         on = self._on
         batch = on.batch(size, max(1, width), back=self._rules.back and width > 1)
         on.clear()
-        move = partial(on.catch_up, size, width) if width else partial(on.advance, size)
+        move = partial(on.advance, size)
+        if width:
+            move = partial(on.load, size, width, on.plan_lengths[0])
         finish = partial(on.pick, first=width > 0, back=batch.back)
         return RecordedForward(self._model, recorded, batch, move, finish)
 
-    def _replay(self, plan: RoundPlan, size: int, width: int, number: int) -> None:
-        """Replay step `number` of a round, or its catch-up forward, as in `_record`."""
-        self.replays += 1
-        self._recordings[size, width, self.picked.wide].run(plan.lengths[number, :size])
+    def _replay(self, size: int, width: int, number: int) -> None:
+        """Replay the forward of `_record` for step `number` of the round, 0 for catch-up."""
+        self._replays += 1
+        self._recordings[size, width, self.picked.wide].run(self._plan.lengths[number, :size])

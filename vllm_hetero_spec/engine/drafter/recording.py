@@ -188,7 +188,7 @@ class Recording:
         """Record all shapes; if this fails, only the narrow ones. Return the recorded shapes."""
         shapes: Sequence[tuple[int, int]] = self._mode.shapes
         try:
-            self._drafter.record(graphs, shapes, support)
+            self._drafter.record(graphs.capture, shapes, support)
         except Exception as error:
             shapes = [(requests, width) for requests, width in shapes if width < READ_WIDTH]
             if len(shapes) == len(self._mode.shapes):
@@ -199,5 +199,5 @@ class Recording:
                 type(error).__name__,
                 error,
             )
-            self._drafter.record(graphs, shapes, support)
+            self._drafter.record(graphs.capture, shapes, support)
         return shapes

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
+from vllm_hetero_spec.draft.sampling import BatchSampler
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
 from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
@@ -87,7 +88,9 @@ class _SpanRound:
     ) -> None:
         self._rows, self._rules, self._drafter, self._method = rows, drafter.rules, drafter, method
         self._table = drafter.planner.table([row.sequence for row in rows])
-        self._draws = self._rules.draws(rows, drafter.send, range(len(rows)), keep=False)
+        draws = [draw for row in rows if (draw := row.task.draw) is not None]
+        # `Slrs` keeps the draft_probs: the sampler needs no room for them.
+        self._draws = BatchSampler(range(len(rows)), draws, [0] * len(rows), method, drafter.send)
         self._cached = np.array([len(row.sequence.kv_ids) for row in rows])
         self._side_blocks = [side_blocks.get(row.task.req_id, ()) for row in rows]
         self._paths = list(map(_path_of, rows, map(len, self._side_blocks)))

@@ -7,7 +7,7 @@ a graph takes the host as long as a dozen replays, independent of its number of 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,51 +42,6 @@ class CaughtUp(NamedTuple):
     last: torch.Tensor | None
 
 
-class Steps(Protocol):
-    """Runs a round's forwards, and writes each row's likeliest token to `picked`.
-
-    Attributes:
-        places: Number of tokens that one forward predicts. If there are several, `begin` computes
-            all steps of a round (`parallel.py`).
-        replays: Number of forwards that replayed a graph.
-        forks: `RoundPlan.forks` on the device.
-    """
-
-    picked: PickBuffers
-    places: int
-
-    @property
-    def replays(self) -> int: ...
-
-    @property
-    def forks(self) -> torch.Tensor: ...
-
-    def shape(self, count: int, pending: int, context: int) -> Shape:
-        """Return the shape to plan a round of `count` requests with.
-
-        `pending` is the largest number of pending tokens of a request. `context` is the smallest
-        sequence length after catch-up.
-        """
-
-    def widths(self, count: int) -> Sequence[int]:
-        """Return the graph widths for this many requests, ascending; empty without graphs."""
-
-    def last_widths(self, count: int) -> Sequence[int]:
-        """Return those of catch-up forwards of rounds that draft."""
-
-    def begin(self, plan: RoundPlan) -> CaughtUp:
-        """Run the catch-up forward."""
-
-    def step(self, number: int) -> torch.Tensor:
-        """Feed the tokens that step `number` - 1 picked; return logits of the active rows."""
-
-    def moved(self) -> None:
-        """Send the plan again, after its later steps have changed."""
-
-    def again(self) -> None:
-        """Restart the steps after the tokens that step 0 now has."""
-
-
 def ragged_batch(
     sent: Sequence[torch.Tensor], feed: BatchFeed, lengths: np.ndarray
 ) -> ForwardBatch:
@@ -109,8 +64,16 @@ def ragged_batch(
     )
 
 
-class EagerSteps:
-    """Runs rounds of any shape without graphs; implements `Steps`."""
+class Steps:
+    """Runs a round's forwards, and writes each row's likeliest token to `picked`.
+
+    This base class runs rounds of any shape, without graphs.
+
+    Attributes:
+        places: Number of tokens that one forward predicts. If there are several, `begin` computes
+            all steps of a round (`parallel.py`).
+        forks: `RoundPlan.forks` on the device.
+    """
 
     places = 1
     # The present round, and its arrays on the device.
@@ -123,22 +86,35 @@ class EagerSteps:
         self, model: DrafterModel, rules: PickConfig, send: Send, picked: PickBuffers
     ) -> None:
         self._model, self._rules, self._send, self.picked = model, rules, send, picked
-        self.replays = 0
+        self._replays = 0
         self.forks = torch.zeros((3, 0), dtype=torch.int64, device=model.device)
         # `ForwardBatch.starts` of one token per request.
         self._starts_cpu = torch.arange(picked.packet.shape[2] + 1, dtype=torch.int32)
         self._starts = self._starts_cpu.to(model.device)
 
+    @property
+    def replays(self) -> int:
+        """Number of forwards that replayed a graph."""
+        return self._replays
+
     def shape(self, count: int, pending: int, context: int) -> Shape:
+        """Return the shape to plan a round of `count` requests with.
+
+        `pending` is the largest number of pending tokens of a request. `context` is the smallest
+        sequence length after catch-up.
+        """
         return Shape()
 
     def widths(self, count: int) -> Sequence[int]:
+        """Return the graph widths for this many requests, ascending; empty without graphs."""
         return ()
 
     def last_widths(self, count: int) -> Sequence[int]:
+        """Return those of catch-up forwards of rounds that draft."""
         return self.widths(count)
 
     def begin(self, plan: RoundPlan) -> CaughtUp:
+        """Run the catch-up forward."""
         feed, count, self._plan = plan.feed, plan.count, plan
         tokens, starts, rows, self._lengths, self._table, self._places, self.forks = self._send(
             *(feed.tokens, feed.starts, feed.rows),
@@ -151,6 +127,7 @@ class EagerSteps:
         return CaughtUp(logits[:count], logits[count:] if feed.back else None)
 
     def step(self, number: int) -> torch.Tensor:
+        """Feed the tokens that step `number` - 1 picked; return logits of the active rows."""
         count, lengths = self._plan.active[number], self._plan.lengths[number]
         batch = ForwardBatch(
             ids=self.picked.ids(number - 1, count),
@@ -169,10 +146,11 @@ class EagerSteps:
         return logits
 
     def moved(self) -> None:
+        """Send the plan again, after its later steps have changed."""
         self._lengths, self._places = self._send(self._plan.lengths, self._plan.places)
 
     def again(self) -> None:
-        pass
+        """Restart the steps after the tokens that step 0 now has."""
 
 
 def parts(

@@ -71,11 +71,6 @@ class TopCandidates(NamedTuple):
     fed: np.ndarray
     speeds: np.ndarray
 
-    @classmethod
-    def joined(cls, parts: Sequence["TopCandidates"]) -> "TopCandidates":
-        """Concatenate the positions of at least one part."""
-        return cls(*map(np.concatenate, zip(*parts, strict=True)))
-
 
 class DrafterTokens(NamedTuple):
     """Result of the decode loop for one row.

@@ -44,32 +44,6 @@ class PickConfig:
     beside: int = 0
     back: bool = False
 
-    def draws(
-        self,
-        rows: Sequence[DraftRow],
-        send: Send,
-        drawn: Sequence[int],
-        forked: Sequence[tuple[int, DraftRow]] = (),
-        *,
-        keep: bool = True,
-    ) -> BatchSampler:
-        """Create the sampler of the rows `drawn` and of their forks.
-
-        Forks are given as (index, row of the request), and sample one token less. If `keep`, there
-        is room for `draft_probs` of all steps.
-        """
-        assert self.sampling is not None
-        each = [rows[index] for index in drawn] + [row for _, row in forked]
-        looks = self.sampling.tokens.renormalise and wide(rows)
-        return BatchSampler(
-            [*drawn, *(place for place, _ in forked)],
-            [draw for row in each if (draw := row.task.draw) is not None],
-            [row.steps if keep else 0 for row in each],
-            self.sampling,
-            send,
-            self.beside if looks else 0,
-        )
-
     def only_real(self, logits: torch.Tensor) -> torch.Tensor:
         """Mask banned ids in logits [n, V_D] in place; cut columns that are no tokens."""
         logits = logits[:, : self.vocab_size]
@@ -163,8 +137,6 @@ class PickBuffers:
 class RowPickers:
     """Picks tokens for the rows of a round that are sampled or have penalties.
 
-    Greedy rows keep the likeliest token, which a forward with CUDA graphs has already picked.
-
     `drawn` are the indices of the sampled rows, `forked` those of their forks, and `draws` is the
     sampler of both.
     """
@@ -183,7 +155,19 @@ class RowPickers:
         owners = enumerate(plan.forks[0].tolist(), plan.count)
         forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
         self.forked = [at for at, _ in forked]
-        self.draws = rules.draws(rows, send, self.drawn, forked) if self.drawn else None
+        self.draws: BatchSampler | None = None
+        if self.drawn:
+            assert rules.sampling is not None
+            each = [rows[index] for index in self.drawn] + [row for _, row in forked]
+            looks = rules.sampling.tokens.renormalise and wide(rows)
+            self.draws = BatchSampler(
+                [*self.drawn, *self.forked],
+                [draw for row in each if (draw := row.task.draw) is not None],
+                [row.steps for row in each],  # forks sample one token less
+                rules.sampling,
+                send,
+                rules.beside if looks else 0,
+            )
         self._penalties: Penalties | None = None
         if penalised:
             self._penalties = Penalties(penalised, send)

@@ -105,7 +105,7 @@ class TreeDrafts:
             node = None if drafted in self._ends else growth.to_feed([drafted], node)
 
     def _grown(self, followed: BranchTokens) -> TreeBuilder:
-        beside = TopCandidates.joined(followed.beside)
+        beside = TopCandidates(*map(np.concatenate, zip(*followed.beside, strict=True)))
         tokens, shares = beside.tokens.tolist(), beside.shares.tolist()
         chain = self._ended(followed.chain, tokens)
         if chain:
