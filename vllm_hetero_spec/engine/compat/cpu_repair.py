@@ -91,9 +91,7 @@ def expand(
     """Expand [B] values to [num_tokens] rows; `cu_num_tokens[b]` is the end of request b's rows."""
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     rows = torch.repeat_interleave(x, counts.long(), output_size=num_tokens)
-    if replace_from != replace_to:
-        rows = torch.where(rows == replace_from, torch.full_like(rows, replace_to), rows)
-    return rows
+    return rows.masked_fill(rows == replace_from, replace_to)
 
 
 def has_offset(generator: torch.Generator) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -64,6 +65,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         self._rule, self._pending, self._races = rule, pending, races
         self._batch, self._places, self._stats = batch, places, stats
         self._send = send
+        self._processed_logprobs = self.sampler.logprobs_mode.startswith("processed")
         # With trees: input token of each row that is not verified yet.
         self._fed = torch.zeros(0, dtype=torch.int64)
         self._view = BatchView([])
@@ -163,15 +165,9 @@ class HeteroRejectionSamplerV2(RejectionSampler):
                 processed = processed[walk.order]
         return processed, sampled, (accepted + 1).to(torch.int32)
 
-    @property
-    def _processed_logprobs(self) -> bool:
-        return self.sampler.logprobs_mode.startswith("processed")
-
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return emitted tokens as int64 [B, num_speculative_steps + 1]."""
-        sampled = tokens.new_full((len(tokens), self.num_speculative_steps + 1), FILLER)
-        sampled[:, : tokens.shape[1]] = tokens
-        return sampled
+        return pad(tokens, (0, self.num_speculative_steps + 1 - tokens.shape[1]), value=FILLER)
 
     def _get_logprobs_tensors(
         self,
