@@ -68,7 +68,7 @@ def blocks() -> Iterator[Block]:
         text = page.read_text(encoding="utf-8")
         for language, code in re.findall(r"^```(bash|python)\n(.*?)^```", text, re.M | re.S):
             yield Block(page, language, code)
-        for code in re.findall(r"^    ((?:vllm|python|pip|bash) .*)$", text, re.M):
+        for code in re.findall(r"^    ((?:vllm|python|pip|bash)\S* .*)$", text, re.M):
             yield Block(page, "bash", code)
 
 

@@ -180,9 +180,11 @@ class BatchSampler:
             self._raced[:count] += self._lengths[chosen]
         return chosen
 
-    def _arrived(self, q: torch.Tensor, psi: torch.Tensor, *at: torch.Tensor) -> Arrivals:
-        """Run the races of rows q with draft_probs psi; `at` are seeds and places as in `race`."""
-        ids, speeds = first_arrivals(psi, *at, self._beside)
+    def _arrived(
+        self, q: torch.Tensor, psi: torch.Tensor, seeds: torch.Tensor, places: torch.Tensor
+    ) -> Arrivals:
+        """Run the races of rows q with draft_probs psi; other arguments as in `race`."""
+        ids, speeds = first_arrivals(psi, seeds, places, self._beside)
         fed = self._tokens.likeliest(q).gather(1, ids).clamp_max_(len(self._tokens.first) - 1)
         return Arrivals(ids, fed, speeds, psi.gather(1, ids))
 
