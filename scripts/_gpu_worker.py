@@ -18,6 +18,7 @@ from vllm_hetero_spec.bench import vllm_engine
 from vllm_hetero_spec.bench.child_process import serve
 from vllm_hetero_spec.bench.load import Load
 from vllm_hetero_spec.bench.vllm_engine import EngineSpec
+from vllm_hetero_spec.lookahead.controllers import Fixed
 
 
 class GpuWorker:
@@ -42,8 +43,6 @@ class GpuWorker:
         if "_verify" not in vars(sampler):
             impose(sampler)
             self.gpu_controller = control.controller
-        from vllm_hetero_spec.lookahead.controllers import Fixed
-
         control.controller = Fixed(lookahead) if lookahead else self.gpu_controller
 
     def gpu_forwards(self, batches: list[int], contexts: list[int]) -> dict[str, float]:
