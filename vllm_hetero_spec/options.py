@@ -146,7 +146,7 @@ class HeteroOptions(Table):
         if self.merge_candidates != 1 and not methods.METHODS[self.method].merges:
             raise ConfigError(
                 'merge_candidates belongs to the methods "slrs" and "hetero", and the method is '
-                f"{self.method!r}; leave it out or ask for one of them."
+                f"{self.method!r}; leave it out or choose one of them."
             )
         if isinstance(self.verification, FuzzyOptions) and self.method == methods.SLEM:
             raise ConfigError(

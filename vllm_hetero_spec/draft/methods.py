@@ -179,7 +179,7 @@ def order(statistics: "PairStatistics", *, temperature: float) -> list[Choice]:
     `statistics` should come from text similar to the expected requests.
     """
     if temperature == 0:
-        reason = "temperature 0: the target has one right token, and a greedy draft aims at it"
+        reason = "temperature 0: the target has one right token, and a greedy draft predicts it"
         return [Choice(SLEM, reason)]
     promises = {name: method.promise(statistics) for name, method in METHODS.items()}
     promising = sorted((promise, name) for name, promise in promises.items() if promise)

@@ -17,7 +17,7 @@ _PATIENCE = 4
 
 
 def request_limits(step: StepView, unread: Sequence[int]) -> tuple[list[int], dict[str, int], int]:
-    """Return the limit of each request's draft, and who waits so that first tokens come first.
+    """Return the limit of each request's draft; first tokens of other requests have priority.
 
     Returns:
         The controller's limits; the lookaheads that requests set, whose limits are 0; and the

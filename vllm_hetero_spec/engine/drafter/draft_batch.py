@@ -183,7 +183,10 @@ class DraftBatchRunner:
         return drafts
 
     def _admit(self, tasks: Sequence[DraftTask], outside: Iterator[RequestState]) -> list[DraftRow]:
-        """Assign token budget and KV blocks: requests to draft first, shortest catch-up first."""
+        """Assign token budget and KV blocks.
+
+        Requests with drafts come first, and among them those with the shortest catch-up.
+        """
         rows, budget, drafter = [], self._budget, self._drafter
         ratio = self._length.mean_ratio(tasks)
         for task in sorted(tasks, key=lambda task: (not task.lookahead, task.state.num_uncached)):

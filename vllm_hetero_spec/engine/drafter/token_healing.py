@@ -61,7 +61,7 @@ class TokenHealing(RoundExtension):
 
     On a CPU it precedes the steps. On a device the steps are queued first. If a first token was
     replaced, a small round repeats them, and a large round shortens the draft to that token. The
-    check precedes the steps if tokens are often replaced. It also does if the round samples or has
+    check precedes the steps if tokens are often replaced, and if the round samples or has
     penalties, because its steps cannot be repeated. If sampled drafts may replace the last token,
     it precedes sampling.
 

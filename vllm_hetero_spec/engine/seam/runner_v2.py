@@ -188,7 +188,7 @@ class RunnerV2(Runner):
 
     @property
     def without_drafts(self) -> bool | None:
-        """True if the step verifies and makes no drafts; None without asynchronous scheduling."""
+        """True if the step has no drafts, before or after it; None if steps are synchronous."""
         assert self._output is not None, "no step has begun"
         drafts = self._verified or self._output.num_spec_tokens_to_schedule
         return not drafts if self.buckets else None

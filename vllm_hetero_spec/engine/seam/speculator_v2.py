@@ -11,7 +11,8 @@ Calls of a step, in their order:
 | `get_draft_tokens`, when vLLM schedules | finishes them | (not called) |
 
 With asynchronous scheduling, drafts begin late because reading the sampled tokens waits for the
-device, and would delay their output. `on_step_start` also finishes drafts that `fill` cannot.
+device, and would delay their output. If vLLM cannot prepare the other inputs first
+(`RunnerV2.prepares_first`), as with draft trees, `on_step_start` also finishes the drafts.
 """
 
 from functools import partial
@@ -89,9 +90,10 @@ class HeteroSpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Begin the drafts of a step, and return int64 [B, K] zeros.
+        """Begin the drafts, or note the step with asynchronous scheduling. Return zeros [B, K].
 
-        With pipeline stages, finish and return them, because vLLM sends the result to other stages.
+        The result is int64. With pipeline stages it contains the finished drafts, which vLLM sends
+        to the other stages.
         """
         self._sampled = self._batch = None
         if dummy_run or not self.proposer.warm:
