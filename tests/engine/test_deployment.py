@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,14 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_hetero_spec.engine.ahead import deployment
 from vllm_hetero_spec.engine.ahead.deployment import Deployment, packed
-from vllm_hetero_spec.engine.seam.drafter_config import (
-    drafter_vllm_config,
-    stand_alone,
-)
+from vllm_hetero_spec.engine.seam.drafter_config import drafter_vllm_config, stand_alone
 from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.options import HeteroOptions
 
 CORE = max(os.sched_getaffinity(0))
+Deploy = Callable[..., Deployment]
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +35,20 @@ def target(demo_pair: Path) -> VllmConfig:
     return EngineArgs(str(demo_pair / "target"), dtype="float32").create_engine_config()
 
 
-def deployed(
-    demo_pair: Path, target: VllmConfig, beside: str = "cuda:1", **keys: Any
-) -> Deployment:
-    keys = {"draft_ahead": True} | keys
-    options = HeteroOptions("slem", str(demo_pair / "drafter"), 4, **keys)
-    drafter = drafter_model_config(options, target.model_config)
-    pair = load_pair(target.model_config, drafter, options)
-    return Deployment.of(target, drafter, options, pair, None, torch.device(beside))
+@pytest.fixture(scope="module")
+def deploy(demo_pair: Path, target: VllmConfig) -> Deploy:
+    """A function that returns the deployment beside a target on a device."""
+
+    def deploy(beside: str = "cuda:1", **keys: Any) -> Deployment:
+        options = HeteroOptions("slem", str(demo_pair / "drafter"), 4, draft_ahead=True, **keys)
+        drafter = drafter_model_config(options, target.model_config)
+        pair = load_pair(target.model_config, drafter, options)
+        return Deployment.of(target, drafter, options, pair, None, torch.device(beside))
+
+    return deploy
 
 
-def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: VllmConfig) -> None:
+def test_the_targets_layers_and_their_kv_are_not_sent(deploy: Deploy, target: VllmConfig) -> None:
     """The target's configuration contains its layers by name.
 
     Some layers cannot be pickled, and their KV is large.
@@ -55,7 +57,7 @@ def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: V
     layer.kv_cache = torch.zeros(1 << 22)
     layers = target.compilation_config.static_forward_context
     layers["layer"], layers["expert"] = layer, lambda: None
-    sent = deployed(demo_pair, target)
+    sent = deploy()
     assert len(packed(sent)) < 1 << 17
     assert set(layers) == {"layer", "expert"}
     received = pickle.loads(packed(sent)).vllm_config
@@ -67,7 +69,7 @@ def test_the_targets_layers_and_their_kv_are_not_sent(demo_pair: Path, target: V
 
 
 def test_a_model_with_code_of_its_own_is_sent_with_it(
-    demo_pair: Path, target: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deploy: Deploy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The class of the configuration is in a local folder that no other process can import."""
     folder = tmp_path / "transformers_modules"
@@ -79,7 +81,7 @@ def test_a_model_with_code_of_its_own_is_sent_with_it(
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         monkeypatch.delitem(sys.modules, name)
-    given = deployed(demo_pair, target)
+    given = deploy()
     drafter = copy.copy(given.drafter_config)
     theirs = importlib.import_module("transformers_modules.theirs").Theirs
     drafter.hf_config = theirs(hidden_size=24)
@@ -99,81 +101,66 @@ def test_a_model_with_code_of_its_own_is_sent_with_it(
 
 
 @pytest.mark.parametrize(
-    ("keys", "device"),
+    ("keys", "device", "cores"),
     [
-        ({}, "cuda:1"),
-        ({"drafter_device": "cuda:2"}, "cuda:2"),
-        ({"drafter_device": f"{CORE}"}, "cuda:1"),
+        ({}, "cuda:1", []),
+        ({"drafter_device": "cuda:2"}, "cuda:2", []),
+        ({"drafter_device": f"{CORE}"}, "cuda:1", [CORE]),  # cores of the host's threads
+        ({"beside": "cpu"}, "cpu", [6, 7]),
+        ({"beside": "cpu", "drafter_device": "cpu"}, "cpu", [6, 7]),
+        ({"beside": "cpu", "drafter_device": f"{CORE}"}, "cpu", [CORE]),
     ],
 )
-def test_the_drafter_is_beside_the_target_by_default(
-    demo_pair: Path, target: VllmConfig, keys: dict[str, str], device: str
+def test_device_and_cores_of_the_drafter(
+    deploy: Deploy,
+    keys: dict[str, str],
+    device: str,
+    cores: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device is the default also if `drafter_device` names CPU cores for the host threads."""
-    given = deployed(demo_pair, target, **keys)
-    assert given.device == device
-    assert list(given.cores) == ([CORE] if keys.get("drafter_device") == f"{CORE}" else [])
+    """By default the drafter runs on the target's device, or on free cores of a CPU target."""
+    monkeypatch.setattr(deployment, "free_cores", lambda _: [6, 7])
+    given = deploy(**keys)
+    assert (given.device, list(given.cores)) == (device, cores)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 @pytest.mark.parametrize(("batched", "on_cpu"), [(256, 256), (8192, 512)])
 def test_a_forward_on_a_cpu_is_short(
-    demo_pair: Path, target: VllmConfig, device: str, batched: int, on_cpu: int
+    deploy: Deploy, target: VllmConfig, device: str, batched: int, on_cpu: int
 ) -> None:
     """A longer forward on a CPU could take more time than `supervisor.SILENCE` allows."""
-    given = dataclasses.replace(deployed(demo_pair, target), device=device)
+    given = dataclasses.replace(deploy(), device=device)
     given.vllm_config.scheduler_config = copy.copy(target.scheduler_config)
     given.vllm_config.scheduler_config.max_num_batched_tokens = batched
     assert given.most_tokens == (batched if device == "cuda:1" else on_cpu)
 
 
 @pytest.mark.parametrize("device", ["cpu", "foo:7"])
-def test_the_drafter_has_a_device_of_the_targets_type(
-    demo_pair: Path, target: VllmConfig, device: str
-) -> None:
+def test_a_device_of_another_type_is_refused(deploy: Deploy, device: str) -> None:
     with pytest.raises(ConfigError, match=rf"drafter_device is '{device}', .* on cuda:1: .*CPU co"):
-        deployed(demo_pair, target, drafter_device=device)
+        deploy(drafter_device=device)
 
 
-def test_the_drafter_has_cores_that_are_there(demo_pair: Path, target: VllmConfig) -> None:
+def test_cores_that_do_not_exist_are_refused(deploy: Deploy) -> None:
     """Cores are valid also if the affinity of this process does not include them."""
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CORE})
     try:
         for core in ours:
-            assert deployed(demo_pair, target, drafter_device=f"{core}").cores == [core]
+            assert deploy(drafter_device=f"{core}").cores == [core]
         with pytest.raises(
             ConfigError, match=rf"is '{CORE},9999', .* core 9999 .* some of .*{CORE}"
         ):
-            deployed(demo_pair, target, drafter_device=f"{CORE},9999")
+            deploy(drafter_device=f"{CORE},9999")
         assert os.sched_getaffinity(0) == {CORE}
     finally:
         os.sched_setaffinity(0, ours)
 
 
-@pytest.mark.parametrize(
-    ("keys", "cores"),
-    [
-        ({}, [6, 7]),
-        ({"drafter_device": "cpu"}, [6, 7]),
-        ({"drafter_device": f"{CORE}"}, [CORE]),
-        ({"beside": "cuda:1"}, []),
-    ],
-)
-def test_beside_a_cpu_the_drafter_has_cores_that_are_free(
-    demo_pair: Path,
-    target: VllmConfig,
-    keys: dict[str, str],
-    cores: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(deployment, "free_cores", lambda _: [6, 7])
-    assert deployed(demo_pair, target, **{"beside": "cpu"} | keys).cores == cores
-
-
-def test_devices_are_counted_from_the_first(demo_pair: Path, target: VllmConfig) -> None:
+def test_devices_are_counted_from_the_first(deploy: Deploy, target: VllmConfig) -> None:
     """The drafter's device index does not depend on the target's node, engine or rank."""
-    given = deployed(demo_pair, target)
+    given = deploy()
     config = drafter_vllm_config(target, given.drafter_config, given.options, solo=True)
     parallel = config.parallel_config
     parallel.data_parallel_index = parallel.data_parallel_rank_local = 3
