@@ -2,7 +2,6 @@
 """`draft_probs` between drafting and verification: one table per round, which is not copied."""
 
 import ctypes
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,17 +71,17 @@ def test_a_round_has_one_table() -> None:
     torch.testing.assert_close(table[0][[4, 0, 2]], expected)
 
 
-def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
+def test_drafts_of_two_rounds_are_verified_together_and_only_once() -> None:
     """A request that was not scheduled for a step is verified with drafts of the next round."""
-    (early,), (late,) = drafted([1]), drafted([2])
+    early = DraftProbs(torch.rand(1, WIDTH), [0])
+    late = DraftProbs(torch.rand(2, WIDTH), [0, 1])
     pending = PendingDraftProbs()
-    pending.put("early", early.draft_probs)
-    pending.put("late", late.draft_probs)
+    pending.put("early", early)
+    pending.put("late", late)
     batch = batch_of(pending, ["late", "early"], [2, 1], [0, 0, 0])
-    assert all(
-        map(operator.is_, batch.draft_probs, [late.draft_probs.rows, early.draft_probs.rows])
-    )
-    assert len(batch.draft_probs) == 2
+    first, second = batch.draft_probs
+    assert first is late.rows
+    assert second is early.rows
     assert batch.row_of.tolist() == [0, 1, 2]
     assert not batch_of(pending, ["late"], [1], [0]).draft_probs
 
@@ -90,8 +89,8 @@ def test_rounds_mix_and_draft_probs_are_handed_out_once() -> None:
 def test_older_drafts_are_forgotten() -> None:
     """Entries of finished requests are deleted, and of requests with a newer draft of any kind."""
     pending = PendingDraftProbs()
-    for name, draft in zip(("gone", "waits", "anew"), drafted([1, 1, 1]), strict=True):
-        pending.put(name, draft.draft_probs)
+    for name in ("gone", "waits", "anew"):
+        pending.put(name, DraftProbs(torch.rand(1, WIDTH), [0]))
     pending.keep({"waits", "anew"}, {"anew"})
     batch = batch_of(pending, ["gone", "waits", "anew"], [1, 1, 1], [0, 0, 0])
     assert [row >= 0 for row in batch.row_of.tolist()] == [False, True, False]
@@ -134,6 +133,15 @@ class Wire:
         return sent
 
 
+def on_both_ranks(
+    probs: dict[str, DraftProbs], group: Wire, likeliest: int | None = None
+) -> list[dict[str, DraftProbs]]:
+    """Return what the first rank and another rank have after the broadcast."""
+    first = shared(probs, group, likeliest)
+    group.is_first_rank = False
+    return [first, shared({}, group, likeliest)]
+
+
 def test_every_rank_has_the_draft_probs_of_the_first() -> None:
     """Also if the rows are a slice of a wider table, for example with a padded vocabulary."""
     wider = torch.arange(12.0).view(2, 6)
@@ -142,22 +150,14 @@ def test_every_rank_has_the_draft_probs_of_the_first() -> None:
         "b": DraftProbs(wider[:, :5], [1]),
         "c": DraftProbs(wider, [0]),
     }
-    group = Wire()
-    first = shared(sent, group)
-    group.is_first_rank = False
-    second = shared({}, group)
-    for received in (first, second):
-        assert {name: probs.row_of for name, probs in received.items()} == {
-            "a": [0, -1],
-            "b": [1],
-            "c": [0],
-        }
-        for name in ("b", "c"):
-            assert torch.equal(received[name].rows, sent[name].rows)
-        assert torch.equal(received["a"].rows, wider[:, :5])
+    for received in on_both_ranks(sent, Wire()):
+        assert received.keys() == sent.keys()
+        for name, probs in sent.items():
+            assert received[name].row_of == probs.row_of
+            assert torch.equal(received[name].rows, probs.rows)
 
 
-def test_ranks_do_not_wait_for_what_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_sending_fails_other_ranks_get_an_empty_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("none is left")
 
@@ -169,8 +169,8 @@ def test_ranks_do_not_wait_for_what_cannot_be_sent(monkeypatch: pytest.MonkeyPat
     assert shared({}, group, likeliest=3) == {}
 
 
-def test_rows_of_few_tokens_travel_as_those() -> None:
-    """Only the tokens with a probability are sent. The received rows are identical to the bit."""
+def test_only_tokens_with_a_probability_are_sent() -> None:
+    """The received rows are identical to the bit."""
     rows = torch.zeros(5, 12)
     rows[0, [3, 11, 0]] = torch.tensor([0.5, 0.3, 0.2])
     rows[1, 7] = 1.0
@@ -178,12 +178,10 @@ def test_rows_of_few_tokens_travel_as_those() -> None:
     rows[3, [4, 6]] = torch.tensor([0.9, 1e-30])
     probs = {"a": DraftProbs(rows[:, :12], [0, 1, -1]), "b": DraftProbs(rows, [4, 3, 2])}
     group = Wire()
-    first = shared(probs, group, likeliest=3)
+    ranks = on_both_ranks(probs, group, likeliest=3)
     travelled = [value for value in group._sent.values() if isinstance(value, torch.Tensor)]
     assert {tuple(value.shape) for value in travelled} == {(5, 2, 3)}
-    group.is_first_rank = False
-    second = shared({}, group, likeliest=3)
-    for received in (first, second):
+    for received in ranks:
         assert received["a"].row_of == [0, 1, -1]
         for name in ("a", "b"):
             assert torch.equal(received[name].rows, rows)
