@@ -79,40 +79,7 @@ def test_continuations_are_found_as_by_a_naive_search() -> None:
     assert min(kinds.values()) > 1000, kinds
 
 
-def test_the_first_that_reaches_further_is_used() -> None:
-    branches = [[8], [0, 1, 2]]  # "ab", and "ab "
-    assert find_remainder(branches, b"ab", b"", TOKENS.__getitem__) == MatchedContinuation(1, [2])
-    assert find_remainder(branches[:1], b"ab", b"", TOKENS.__getitem__) == MatchedContinuation(
-        0, []
-    )
-    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__) == MatchedContinuation(0, [8], 1)
-    assert find_remainder(branches, b"b", b"", TOKENS.__getitem__) is None
-
-
-def test_what_the_target_would_have_joined_is_passed_over() -> None:
-    branches = [[0, 1, 2], [0, 8]]  # "a", then "b" or "ab"
-    seen = []
-
-    def fits(token: int, known: int) -> bool:
-        seen.append((token, known))
-        return token != 1
-
-    assert find_remainder(branches, b"a", b"", TOKENS.__getitem__, fits) == MatchedContinuation(
-        1, [8]
-    )
-    assert find_remainder(branches[:1], b"a", b"", TOKENS.__getitem__, fits) is None
-    find_remainder(branches[1:], b"aa", b"", TOKENS.__getitem__, fits)
-    assert seen == [(1, 0), (8, 0), (1, 0), (8, 1)]
-
-
-def test_a_character_that_the_target_has_begun_is_part_of_the_remainder() -> None:
-    euro = TOKENS.index("€".encode())
-    branches = [[0, TOKENS.index("é".encode())], [0, euro, 1]]
-    found = find_remainder(branches, b"a", b"\xe2\x82", TOKENS.__getitem__)
-    assert found == MatchedContinuation(1, [euro, 1])
-
-
-def test_drawn_lines_are_found_at_the_ends_of_tokens_alone() -> None:
+def test_sampled_lines_are_found_only_at_the_ends_of_tokens() -> None:
     """The result equals that of a naive search. Tokens after the outcome do not influence it."""
     chance = random.Random(5)
     kinds = {"none": 0, "whole": 0, "short": 0, "side": 0}
