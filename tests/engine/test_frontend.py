@@ -30,10 +30,8 @@ def args_class() -> Any:
 
 @pytest.fixture
 def make(args_class: Any, demo_pair: Path):
-    limits = {k: v for k, v in BASE.items() if k != "disable_log_stats"}
-
     def make(spec: dict | None, **changes: Any) -> Any:
-        return args_class(str(demo_pair / "target"), **(limits | changes), speculative_config=spec)
+        return args_class(str(demo_pair / "target"), **(BASE | changes), speculative_config=spec)
 
     return make
 
@@ -89,13 +87,6 @@ def test_the_plugin_is_where_the_configuration_is(make, demo_pair: Path, tmp_pat
     assert refusal.startswith("vllm_hetero_spec.errors.ConfigError: vllm_hetero_spec is")
     assert vllm_hetero_spec.__version__ in refusal
     assert "9.8.7" in refusal
-
-
-def test_dashes_are_underscores(make, demo_pair: Path) -> None:
-    spelling = {"method": "slem", "num-speculative-tokens": 3}
-    spec = make(spelling | {"model": str(demo_pair / "drafter")}).create_engine_config()
-    assert spec.speculative_config.hetero.num_speculative_tokens == 3
-    assert spec.speculative_config.hetero.method == "slem"
 
 
 def test_our_method_in_a_key_that_neither_has_is_refused(make, demo_pair: Path) -> None:
@@ -177,17 +168,6 @@ def test_vllms_refusal_of_two_vocabularies_names_our_method(
     spec = {**method, "model": str(larger), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=r"same vocabulary size.*\"method\": \"hetero\""):
         make(spec).create_engine_config()
-
-
-def test_they_do_not_on_a_changed_vllm_either(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import speculative
-
-    monkeypatch.delattr(speculative, "SpeculativeMethod")
-    monkeypatch.setattr("vllm.version.__version__", "0.40.0")
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    assert make(ngram).create_engine_config().speculative_config.method == "ngram"
-    with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, found 0\.40\.0"):
-        make(slem(Path("drafter"))).create_engine_config()
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
@@ -304,15 +284,19 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
         make(slem(drafter)).create_speculative_config(config.model_config, parallel)
 
 
-def test_unsupported_vllm_is_refused_only_where_we_are_asked_for(
+def test_an_unsupported_vllm_is_refused_only_with_our_method(
     make, demo_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import vllm.version
+    from vllm.config import speculative
 
-    monkeypatch.setattr(vllm.version, "__version__", "0.40.0")
-    with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, found 0\.40\.0"):
-        make(slem(demo_pair / "drafter")).create_engine_config()
-    assert make(None).create_engine_config().speculative_config is None
+    monkeypatch.setattr("vllm.version.__version__", "0.40.0")
+    with monkeypatch.context() as patch:  # this release also lacks a symbol that the plugin uses
+        patch.delattr(speculative, "SpeculativeMethod")
+        with pytest.raises(ConfigError, match=r"supports vLLM 0\.32 and 0\.33, found 0\.40\.0"):
+            make(slem(demo_pair / "drafter")).create_engine_config()
+        ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+        assert make(ngram).create_engine_config().speculative_config.method == "ngram"
+        assert make(None).create_engine_config().speculative_config is None
     monkeypatch.setenv("HETERO_SPEC_ALLOW_VLLM", "0.40.0")
     assert make(slem(demo_pair / "drafter")).create_engine_config().speculative_config.hetero
 

@@ -240,10 +240,9 @@ def registered(demo_pair: Path) -> Iterator[Any]:
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     vllm_hetero_spec.register()
-    limits = {k: v for k, v in BASE.items() if k != "disable_log_stats"}
 
     def build(logger: Any, spec: dict | None, *args: Any) -> Any:
-        made = EngineArgs(str(demo_pair / "target"), **limits, speculative_config=spec)
+        made = EngineArgs(str(demo_pair / "target"), **BASE, speculative_config=spec)
         return logger(made.create_engine_config(), *args)
 
     yield build
