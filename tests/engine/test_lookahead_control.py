@@ -53,15 +53,7 @@ class Scripted(Fixed):
         self.tokens: list[int] = []
         self.verified: list[tuple[int, int]] = []
 
-    def plan(
-        self,
-        batch: int,
-        limits: Any,
-        pending: Any = None,
-        random: Any = None,
-        buckets: Any = (),
-        left: Any = None,
-    ) -> LookaheadPlan:
+    def plan(self, batch: int, limits: Any, *rest: Any) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script
         return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
