@@ -9,12 +9,12 @@ import pytest
 from vllm_hetero_spec.engine.ahead.late_drafts import GuessHits
 
 
-def test_before_any_was_seen_each_has_half_of_what_is_left() -> None:
+def test_at_first_each_line_has_half_of_the_rest() -> None:
     assert GuessHits().chances(3) == [0.5, 0.75, 0.875, 0.9375]
     assert GuessHits().chances(0) == [0.5]
 
 
-def test_they_come_to_what_is_hit() -> None:
+def test_chances_converge_to_the_hit_rates() -> None:
     true, chance, hits = [0.5, 0.2, 0.1, 0.05, 0.02], random.Random(1), GuessHits()
     for _ in range(2000):
         drawn, rank = chance.random(), 0
@@ -28,7 +28,7 @@ def test_they_come_to_what_is_hit() -> None:
         assert found[line] == pytest.approx(sum(true[: line + 1]), abs=0.12)
 
 
-def test_what_was_not_followed_is_no_likelier_than_what_stands_before_it() -> None:
+def test_a_line_that_was_not_observed_is_no_likelier_than_the_line_before_it() -> None:
     hits = GuessHits()
     for number in range(100):
         hits.observe(1 if number % 10 == 0 else 0 if number % 10 < 6 else None, 1)
@@ -38,7 +38,7 @@ def test_what_was_not_followed_is_no_likelier_than_what_stands_before_it() -> No
     assert all(after - before <= second + 1e-9 for before, after in pairwise(found[1:]))
 
 
-def test_a_line_that_is_left_out_is_promising_again_after_some_time() -> None:
+def test_the_chance_of_a_line_that_is_left_out_grows_over_time() -> None:
     hits = GuessHits()
     for _ in range(100):
         hits.observe(0, 4)

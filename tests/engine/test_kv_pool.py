@@ -12,18 +12,28 @@ from hypothesis.stateful import (
     rule,
 )
 
-from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
+from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 
 SIZE = 4
 
 
+def grown(pool: KVPool, tokens: int) -> BlockTable:
+    """Return a new sequence with blocks for this many tokens."""
+    table, _ = pool.open([1], None)
+    assert pool.grow(table, tokens)
+    return table
+
+
+def published(pool: KVPool, ids: list[int]) -> BlockTable:
+    """Return a new sequence whose full blocks others find."""
+    table = grown(pool, len(ids))
+    pool.publish(table, ids, len(ids))
+    return table
+
+
 def test_prefix_is_reused_only_with_the_same_salt() -> None:
-    pool = KVPool(16, SIZE)
-    ids = list(range(10))
-    first, reused = pool.open(ids, salt=None)
-    assert reused == 0
-    assert pool.grow(first, len(ids))
-    pool.publish(first, ids, len(ids))
+    pool, ids = KVPool(16, SIZE), list(range(10))
+    first = published(pool, ids)
     second, reused = pool.open(ids, salt=None)
     assert reused == 8
     assert second.blocks == first.blocks[:2]
@@ -32,20 +42,14 @@ def test_prefix_is_reused_only_with_the_same_salt() -> None:
 
 
 def test_last_token_is_always_left_to_compute() -> None:
-    pool = KVPool(16, SIZE)
-    ids = list(range(8))
-    table, _ = pool.open(ids, None)
-    pool.grow(table, 8)
-    pool.publish(table, ids, 8)
+    pool, ids = KVPool(16, SIZE), list(range(8))
+    published(pool, ids)
     assert pool.open(ids, None)[1] == 4
 
 
 def test_rolling_back_into_a_published_block_gives_it_up() -> None:
-    pool = KVPool(16, SIZE)
-    ids = list(range(8))
-    table, _ = pool.open(ids, None)
-    pool.grow(table, 8)
-    pool.publish(table, ids, 8)
+    pool, ids = KVPool(16, SIZE), list(range(8))
+    table = published(pool, ids)
     assert pool.rollback(table, 6) == 4
     assert len(table.blocks) == 1
     # Other requests still find the released block.
@@ -55,12 +59,10 @@ def test_rolling_back_into_a_published_block_gives_it_up() -> None:
 def test_suspect_blocks_are_cleaned_once_before_they_are_handed_out() -> None:
     cleaned: list[int] = []
     pool = KVPool(4, SIZE, cleaned.extend)
-    table, _ = pool.open([1], None)
-    pool.grow(table, 2 * SIZE)
+    table = grown(pool, 2 * SIZE)
     assert cleaned == []
     pool.suspect()
-    other, _ = pool.open([1], None)
-    pool.grow(other, SIZE)
+    other = grown(pool, SIZE)
     assert cleaned == other.blocks
     pool.close(table)
     pool.grow(other, 3 * SIZE)
@@ -70,18 +72,16 @@ def test_suspect_blocks_are_cleaned_once_before_they_are_handed_out() -> None:
     assert len(cleaned) == 3
 
 
-def test_what_nobody_looked_at_is_cleaned_as_well() -> None:
-    """These are the blocks of a request that ended during its prefill."""
+def test_blocks_whose_logits_were_not_checked_are_cleaned() -> None:
+    """This happens if a request ends during its prefill."""
     cleaned: list[int] = []
     pool = KVPool(6, SIZE, cleaned.extend)
     for sound in (True, False):
-        table, _ = pool.open([1], None)
-        pool.grow(table, 3 * SIZE)
+        table = grown(pool, 3 * SIZE)
         assert cleaned == []
         blocks, table.sound = sorted(table.blocks), sound
         pool.close(table)
-    other, _ = pool.open([1], None)
-    pool.grow(other, 5 * SIZE)
+    grown(pool, 5 * SIZE)
     assert cleaned == blocks
 
 
@@ -91,8 +91,7 @@ def test_no_suspect_block_is_found_by_its_prefix() -> None:
     for sound in (True, False):
         cleaned: list[int] = []
         pool = KVPool(8, SIZE, cleaned.extend)
-        table, _ = pool.open(ids, None)
-        pool.grow(table, len(ids))
+        table = grown(pool, len(ids))
         table.sound = sound
         pool.publish(table, ids, len(ids))
         blocks = sorted(table.blocks)
@@ -106,11 +105,10 @@ def test_no_suspect_block_is_found_by_its_prefix() -> None:
         assert set(blocks) <= set(cleaned)
 
 
-def test_checked_blocks_stay_findable_behind_a_read_that_was_not() -> None:
+def test_checked_blocks_stay_findable_if_the_last_read_was_not_checked() -> None:
     """The request ends in a round that reads its last tokens and drafts nothing."""
     ids, pool = list(range(3 * SIZE)), KVPool(8, SIZE)
-    table, _ = pool.open(ids, None)
-    pool.grow(table, len(ids))
+    table = grown(pool, len(ids))
     pool.publish(table, ids, 2 * SIZE)
     table.sound = False
     pool.publish(table, ids, 3 * SIZE)
@@ -130,8 +128,7 @@ def test_grow_is_all_or_nothing() -> None:
 
 def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
     pool = KVPool(8, SIZE)
-    table, _ = pool.open([1], None)
-    assert pool.grow(table, 11)
+    table = grown(pool, 11)
     at_a_boundary, within = pool.fork(table, 8), pool.fork(table, 10)
     assert at_a_boundary is not None
     assert within is not None
@@ -151,18 +148,15 @@ def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
 
 def test_a_fork_without_room_takes_nothing() -> None:
     pool = KVPool(3, SIZE)
-    table, _ = pool.open([1], None)
-    assert pool.grow(table, 2 * SIZE)
+    table = grown(pool, 2 * SIZE)
     assert pool.fork(table, 6) is None
     assert pool.held == 2
     assert pool.fork(table, 4) is not None
 
 
-def test_what_a_fork_outlives_and_others_find_is_not_written() -> None:
-    pool = KVPool(8, SIZE)
-    ids = list(range(8))
-    table, _ = pool.open(ids, None)
-    assert pool.grow(table, 8)
+def test_a_fork_does_not_write_to_a_block_that_others_find() -> None:
+    pool, ids = KVPool(8, SIZE), list(range(8))
+    table = grown(pool, 8)
     fork = pool.fork(table, 8)
     assert fork is not None
     pool.publish(table, ids, 8)  # the fork's own list of names does not contain it

@@ -95,21 +95,21 @@ def simulated(
     return Seen(on / half, waits / half, tokens * TARGET / (now - began))
 
 
-def test_drafts_that_are_there_are_used_however_slow_the_drafter_is() -> None:
+def test_ready_drafts_are_used_even_if_the_drafter_is_slow() -> None:
     seen = simulated(hits=0.7, accepts=0.8, drafter=0.05)
     assert seen.on > 0.8
     assert seen.waited < 0.05
     assert seen.gain > 1.3
 
 
-def test_what_is_not_there_is_waited_for_where_that_is_cheap() -> None:
+def test_the_target_waits_for_missing_drafts_if_they_are_cheap() -> None:
     seen = simulated(hits=0.5, accepts=0.8, drafter=0.002)
     assert seen.on > 0.8
     assert seen.waited > 0.3 * seen.on
     assert seen.gain > simulated(hits=0.5, accepts=0.8, drafter=0.05).gain
 
 
-def test_late_drafts_that_bring_less_than_others_are_waited_for_now_and_then() -> None:
+def test_late_drafts_that_are_mostly_rejected_are_rarely_waited_for() -> None:
     """If the drafter did not foresee the target's token, its next drafts are often rejected."""
     worth = simulated(hits=0.7, accepts=0.9, drafter=0.004, steps=1800)
     poor = simulated(hits=0.7, accepts=0.9, drafter=0.004, steps=1800, late=0.1)
@@ -131,9 +131,8 @@ def test_a_useless_drafter_ends_at_no_speculation(
     assert seen.gain > 0.98
 
 
-def drafts_that_are_tried() -> LateDrafts:
-    """Return statistics by which late drafts are as good as others."""
-    drafts = LateDrafts()
+def late_drafts_as_good_as_others(*, parallel: bool = False) -> LateDrafts:
+    drafts = LateDrafts(parallel=parallel)
     drafts.share = 1.0
     return drafts
 
@@ -148,11 +147,8 @@ def policy_of(drafter: float, row: float = 0.0, rate: float = 40.0, batch: int =
     return StepPolicy(known, rate, batch, 5 * batch, [False] * batch)
 
 
-def test_nothing_is_waited_for_in_the_beginning() -> None:
-    """The target does not wait for the first late drafts, and then tries some.
-
-    Precomputed drafts cost no waiting, so they show the acceptance rate first.
-    """
+def test_the_target_does_not_wait_for_the_first_late_drafts() -> None:
+    """Then it tries some. Precomputed drafts cost no waiting and show the acceptance rate first."""
     policy, drafts = policy_of(0.001), LateDrafts()
     waits = [drafts.wait(policy, [0], LONGEST, 1.0, 0)[0] for _ in range(60)]
     assert waits[:8] == [0] * 8
@@ -161,8 +157,8 @@ def test_nothing_is_waited_for_in_the_beginning() -> None:
     assert [drafts.wait(policy, [0], LONGEST, 1.0, 0)[0] for _ in range(9)] == [LONGEST] * 9
 
 
-def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
-    drafts = drafts_that_are_tried()
+def test_the_target_waits_only_while_a_draft_gains_more_time() -> None:
+    drafts = late_drafts_as_good_as_others()
     cheap, seconds = drafts.wait(policy_of(0.001), [0], LONGEST, 1.0, 0)
     assert cheap == LONGEST
     # At most the time that the draft gains: 0.7 + 0.7^2 + ... tokens, at 40 tokens per second.
@@ -173,13 +169,11 @@ def test_waiting_ends_where_it_costs_more_than_it_brings() -> None:
     assert drafts.wait(policy_of(0.011), [0], LONGEST, 3.0, 0) == (0, 0.0)  # 3 steps per token
     assert drafts.wait(policy_of(0.001), [0], LONGEST, 1.0, 100) == (0, 0.0)  # 100 unread tokens
     assert drafts.wait(policy_of(0.001, rate=4000.0), [0], LONGEST, 1.0, 0) == (0, 0.0)
-    assert drafts.wait(policy_of(0.001, row=0.05), [0], LONGEST, 1.0, 0) == (
-        0,
-        0.0,
-    )  # expensive rows
+    rows_that_cost_more = policy_of(0.001, row=0.05)
+    assert drafts.wait(rows_that_cost_more, [0], LONGEST, 1.0, 0) == (0, 0.0)
 
 
-def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
+def test_the_number_of_guesses_is_the_one_that_pays() -> None:
     """Lines share the drafter's forwards, so with more lines each one is shorter."""
 
     def guesses(drafter: float, hits: tuple[int | None, ...] = (), **changes: Any) -> int:
@@ -205,8 +199,7 @@ def test_guesses_are_as_many_as_bring_more_than_they_take() -> None:
 
 def test_a_parallel_drafter_drafts_all_tokens_in_one_forward() -> None:
     """All tokens cost one step of waiting. Branches have their tokens if two forwards fit."""
-    drafts = LateDrafts(parallel=True)
-    drafts.share = 1.0
+    drafts = late_drafts_as_good_as_others(parallel=True)
     for each in (1.0, 4.0):
         assert drafts.wait(policy_of(0.02), [0], LONGEST, each, 0)[0] == LONGEST
     assert drafts.wait(policy_of(0.05), [0], LONGEST, 1.0, 0) == (0, 0.0)

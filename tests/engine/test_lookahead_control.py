@@ -53,15 +53,7 @@ class Scripted(Fixed):
         self.tokens: list[int] = []
         self.verified: list[tuple[int, int]] = []
 
-    def plan(
-        self,
-        batch: int,
-        limits: Any,
-        pending: Any = None,
-        random: Any = None,
-        buckets: Any = (),
-        left: Any = None,
-    ) -> LookaheadPlan:
+    def plan(self, batch: int, limits: Any, *rest: Any) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script
         return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
@@ -129,9 +121,19 @@ def drafts_of(lengths: dict[str, int], confidence: float) -> list[Draft]:
     return [Draft.chain(name, [1] * n, [confidence] * n) for name, n in lengths.items()]
 
 
-def test_steps_with_prompts_in_them_teach_nothing() -> None:
+def control_of(controller: Controller) -> LookaheadControl:
+    return LookaheadControl(controller, can_stop_early=False)
+
+
+def observed_and_planned(control: LookaheadControl, step: StepView, *unread: int) -> StepPlan:
+    """Plan after a step. By default, the drafter has read all tokens."""
+    control.observe(step)
+    return control.plan(step, unread or [0] * len(step.requests))
+
+
+def test_steps_with_prefill_are_not_learnt_from() -> None:
     controller = Scripted()
-    control = LookaheadControl(controller, can_stop_early=False)
+    control = control_of(controller)
     control.observe(step_of({"a": [1], "b": [1]}, rows=30, new=True))
     control.observe(step_of({"a": [7, 8, 1], "b": [1]}, {"a": 3}))
     control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and is prefilled again
@@ -141,22 +143,21 @@ def test_steps_with_prompts_in_them_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_what_a_step_teaches_is_learnt_when_drafts_have_begun(first: bool) -> None:
-    """It is learnt before the plan only if the controller has `learns_first`."""
+def test_a_step_is_learnt_from_after_its_drafts_have_begun(first: bool) -> None:
+    """The controller learns before the plan only if it has `learns_first`."""
     controller = Scripted(4)
     controller.learns_first = first
-    control, step = LookaheadControl(controller, can_stop_early=False), step_of({"a": [1]})
-    control.observe(step)
-    control.plan(step, [0])
+    control = control_of(controller)
+    observed_and_planned(control, step_of({"a": [1]}))
     assert controller.steps == [(1, 1)] * first
     control.learn()
     assert controller.steps == [(1, 1)]
 
 
-def test_other_batches_come_before_a_draft_is_verified() -> None:
+def test_a_draft_may_be_verified_after_steps_of_other_batches() -> None:
     """This happens with pipeline stages. Drafts of requests that have ended are forgotten."""
     controller = Scripted(4, 0)
-    control = LookaheadControl(controller, can_stop_early=False)
+    control = control_of(controller)
 
     def observed(sampled: dict[str, list[int]], drafted: dict[str, int] | None, live: str) -> None:
         control.observe(replace(step_of(sampled, drafted), live=set(live)))
@@ -177,11 +178,11 @@ NOTHING = DraftTiming(0.1, 0.01, 0, 0, 0)
 
 
 def precomputed(controller: Controller) -> tuple[LookaheadControl, PrecomputedDrafts]:
-    control = LookaheadControl(controller, can_stop_early=False)
+    control = control_of(controller)
     return control, PrecomputedDrafts(control)
 
 
-def test_drafts_that_were_not_there_are_learnt_from() -> None:
+def test_missing_precomputed_drafts_are_learnt_from() -> None:
     """They count as drafts of length 0, unless the request sets its own draft length.
 
     This controller has no costs, so the target never waits for a draft.
@@ -197,7 +198,7 @@ def test_drafts_that_were_not_there_are_learnt_from() -> None:
     assert ahead.guesses(2, 4, 1.0, 8) == 8
 
 
-def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
+def test_a_probe_is_kept_until_its_precomputed_drafts_are_ready() -> None:
     """The target waits only if the drafter has not finished the probe after two steps."""
     controller = Scripted(3, 3, 0, probe=True)
     control, ahead = precomputed(controller)
@@ -234,7 +235,7 @@ def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
     assert controller.verified == [(0, 0)]
 
 
-def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
+def test_precomputed_drafts_cost_the_time_that_the_target_waits() -> None:
     """Costs come from observed times. Drafting that is not exposed costs nothing, but is timed."""
     costs = CostModel(target=[(1, 0.05), (8, 0.05)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
@@ -255,7 +256,7 @@ def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
     assert ahead.wait({"a": 4}, 20.0, 0) == (0, 0.0)
 
 
-def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
+def test_late_drafts_have_an_acceptance_rate_of_their_own() -> None:
     """Drafts that were ready, or that did not arrive, do not change these rates."""
     costs = CostModel(target=[(1, 0.05), (8, 0.06)], drafter=[(1, 0.004), (8, 0.004)])
     control, ahead = precomputed(Goodput(Estimates.of(costs, 4)))
@@ -280,14 +281,12 @@ def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     assert late.share == known_now
 
 
-def test_what_requests_ask_for_goes_first() -> None:
-    control = LookaheadControl(Scripted(3, 3, 0), can_stop_early=False)
-    asked = {"b": 0, "c": 2, "d": 9}
+def test_a_requests_own_draft_length_replaces_the_controllers() -> None:
+    control = control_of(Scripted(3, 3, 0))
 
     def planned(sampled: dict[str, list[int]]) -> StepPlan:
-        step = step_of(sampled, asked=asked)
-        control.observe(step)
-        return control.plan(step, [0] * len(sampled))
+        step = step_of(sampled, asked={"b": 0, "c": 2, "d": 9})
+        return observed_and_planned(control, step)
 
     four: dict[str, list[int]] = {name: [1] for name in "abcd"}
     assert planned(four) == StepPlan([3, 0, 2, 4], [True, False, True, True])
@@ -297,8 +296,8 @@ def test_what_requests_ask_for_goes_first() -> None:
     assert planned(four).lookahead == [0, 0, 4]
 
 
-def test_who_has_ended_is_left_alone() -> None:
-    """It is neither read nor drafted for. If all have ended, the requested length stays."""
+def test_ended_requests_are_neither_read_nor_drafted_for() -> None:
+    """If all have ended, the length that later steps are scheduled with stays."""
     ended = {
         "a": RequestParams(0, end_ids=frozenset({7})),
         "b": RequestParams(0, max_tokens=5),
@@ -306,12 +305,11 @@ def test_who_has_ended_is_left_alone() -> None:
         "d": RequestParams(0, max_tokens=7, end_ids=frozenset({7})),
     }
     for names in ("abcd", "abc"):
-        control = LookaheadControl(Fixed(4), can_stop_early=False)
+        control = control_of(Fixed(4))
         step = step_of({name: [7 if name == "a" else 1] for name in names}, buckets=[0, 2, 4])
         requests = [each._replace(params=ended[each.req_id]) for each in step.requests]
         step, control.requested_length = replace(step, requests=requests), 2
-        control.observe(step)
-        plan = control.plan(step, [1] * len(names))
+        plan = observed_and_planned(control, step, *[1] * len(names))
         assert plan == StepPlan([0, 0, 0, 4][: len(names)], [False] * 3 + [True] * ("d" in names))
         assert control.requested_length == (4 if "d" in names else 2)
     full = step_of({"a": [1]})
@@ -319,27 +317,24 @@ def test_who_has_ended_is_left_alone() -> None:
     assert all(replace(full, max_model_len=11).going_on)
 
 
-def test_the_controller_is_told_whether_trees_have_room() -> None:
+def test_branch_statistics_record_whether_trees_have_room() -> None:
     controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, branches=2)
     branches = BranchStatistics()
     policy = TreePolicy(TreeValues.unknown(), branches, DraftStats())
     control = LookaheadControl(controller, can_stop_early=False, policy=policy)
     for trees in (room, room._replace(branches=0), None, room):
-        step = replace(step_of({"a": [1]}), trees=trees)
-        control.observe(step)
-        control.plan(step, [0])
+        observed_and_planned(control, replace(step_of({"a": [1]}), trees=trees))
         assert branches.room == (trees is room)
 
 
-def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
+def test_a_plan_waits_for_a_step_with_drafts_of_its_length() -> None:
     """With asynchronous scheduling, a requested length applies one or two steps later."""
     controller = Scripted(3, 1, 4, 0, 2)
-    control = LookaheadControl(controller, can_stop_early=False)
+    control = control_of(controller)
 
     def planned(lookahead: int, **asked: int) -> tuple[list[int], int]:
         step = step_of({"a": [1], "b": [1]}, lookahead=lookahead, buckets=[0, 2, 4], asked=asked)
-        control.observe(step)
-        return control.plan(step, [0, 0]).lookahead, control.requested_length
+        return observed_and_planned(control, step).lookahead, control.requested_length
 
     assert planned(0) == ([0, 0], 4)
     assert planned(0) == ([0, 0], 4)
@@ -352,27 +347,26 @@ def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
     assert planned(2, b=3) == ([0, 2], 4)  # a request's own length
 
 
-def test_what_a_request_asks_for_itself_is_no_tree() -> None:
+def test_a_requests_own_draft_length_is_that_of_a_chain() -> None:
     """If drafts may be trees, steps are scheduled with more rows than a chain has."""
-    control = LookaheadControl(Scripted(0), can_stop_early=False)
+    control = control_of(Scripted(0))
     step = step_of({"a": [1]}, lookahead=4, buckets=[0, 2, 4, 16], asked={"a": 64})
     assert control.plan(replace(step, longest=4), [0]).lookahead == [4]
     assert control.requested_length == 4
 
 
-def test_a_plan_does_not_wait_for_ever() -> None:
+def test_a_plan_that_waits_too_long_is_dropped() -> None:
     controller = Scripted(*[4] * 3)
-    control = LookaheadControl(controller, can_stop_early=False)
+    control = control_of(controller)
     step = step_of({"a": [1]}, lookahead=0, buckets=[0, 2, 4])
     for _ in range(12):
         assert control.plan(step, [0]).lookahead == [0]
     assert len(controller.script) == 1
 
 
-def test_a_plan_is_made_anew_for_other_requests_but_for_a_probe() -> None:
+def test_a_waiting_plan_is_replaced_if_the_batch_changes_except_for_a_probe() -> None:
     for probe in (False, True):
-        controller = Scripted(4, 3, probe=probe)
-        control = LookaheadControl(controller, can_stop_early=False)
+        control = control_of(Scripted(4, 3, probe=probe))
         control.plan(step_of({"a": [1], "b": [1]}, lookahead=0, buckets=[0, 2, 4]), [0, 0])
         other = step_of({"c": [1], "a": [1]}, lookahead=4, buckets=[0, 2, 4])
         assert control.plan(other, [0, 0]).lookahead == ([0, 4] if probe else [3, 3])
@@ -388,22 +382,20 @@ def prompted(outputs: dict[str, int]) -> StepView:
 
 
 @pytest.mark.parametrize("controller", [Fixed(4), ConfidenceStop(0.4, 4)])
-def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
-    """While first tokens are produced, long contexts are not read, up to a limit.
+def test_long_contexts_wait_while_others_produce_first_tokens(controller: Controller) -> None:
+    """They wait for a limited number of tokens.
 
     A short context is read, unless its request has just begun and another one has no token yet.
     """
-    control = LookaheadControl(controller, can_stop_early=False)
+    control = control_of(controller)
     long, short = 500, 40
 
     def read(outputs: dict[str, int], *unread: int) -> tuple[str, int]:
-        step = prompted(outputs)
-        control.observe(step)
-        plan = control.plan(step, unread)
+        """Return the requests that are read, and the number of those that wait."""
+        plan = observed_and_planned(control, prompted(outputs), *unread)
         assert all(reads or not n for reads, n in zip(plan.reads, plan.lookahead, strict=True))
-        return "".join(n for n, reads in zip(outputs, plan.reads, strict=True) if reads), (
-            plan.num_waiting
-        )
+        names = [name for name, reads in zip(outputs, plan.reads, strict=True) if reads]
+        return "".join(names), plan.num_waiting
 
     assert read({"a": 1}, long) == ("", 1)
     assert read({"a": 1}, short) == ("a", 0)
@@ -414,7 +406,7 @@ def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
     assert read({"a": 5, "b": 4, "d": 0}, long, long, long) == ("a", 1)
 
 
-def test_no_draft_holds_up_a_first_token() -> None:
+def test_no_draft_delays_a_first_token() -> None:
     """While a request waits for its first token, others that have just begun have no drafts.
 
     This also holds if they set their own draft length.
@@ -426,39 +418,30 @@ def test_no_draft_holds_up_a_first_token() -> None:
             limits.append(list(given))
             return super().plan(batch, given, *rest)
 
-    control = LookaheadControl(Limited(2), can_stop_early=False)
+    control, step = control_of(Limited(2)), prompted({"a": 1, "b": 2, "c": 0})
     for _ in range(2):
-        step = prompted({"a": 1, "b": 2, "c": 0})
-        control.observe(step)
-        control.plan(step, [40] * 3)
+        observed_and_planned(control, step, 40, 40, 40)
     assert limits == [[0, 4, 0], [0, 4, 0]]
     wishing = [request._replace(params=RequestParams(0, lookahead=3)) for request in step.requests]
     assert control.plan(replace(step, requests=wishing), [40] * 3).lookahead == [0, 3, 0]
     assert control.plan(replace(step, requests=wishing[:2]), [40] * 2).lookahead == [3, 3]
 
 
-def test_long_contexts_are_read_for_drafts_alone() -> None:
-    """In a step with drafts, short contexts of other requests are read, too.
-
-    A long context is read only for a draft of its own request. A probe reads no other contexts.
-    """
+def test_long_contexts_are_read_only_for_drafts_of_their_request() -> None:
+    """Short contexts of other requests are read beside drafts, but not beside a probe."""
 
     class One(Scripted):
         def plan(self, *args: Any) -> LookaheadPlan:
             return LookaheadPlan((2, 0, 0), probe=self.probe)
 
     for probe, reads in ((False, [True, True, False]), (True, [True, False, False])):
-        control = LookaheadControl(One(1, probe=probe), can_stop_early=False)
-        step = prompted(dict.fromkeys("abc", 9))
-        control.observe(step)
-        assert control.plan(step, [500, 3, 500]) == StepPlan([2, 0, 0], reads)
+        control, step = control_of(One(1, probe=probe)), prompted(dict.fromkeys("abc", 9))
+        plan = observed_and_planned(control, step, 500, 3, 500)
+        assert plan == StepPlan([2, 0, 0], reads)
 
 
-def test_a_draft_that_was_ended_did_not_run_dry() -> None:
-    """The controller receives the planned length only of drafts that it did not stop early.
-
-    It decides once for each decode step.
-    """
+def test_the_planned_length_of_a_draft_that_was_stopped_early_is_not_learnt() -> None:
+    """The controller decides once for each decode step whether to stop."""
     told: list[tuple[Any, ...]] = []
     asked: list[int] = []
 
@@ -472,9 +455,7 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
 
     control = LookaheadControl(Stopping(4, 4), can_stop_early=True)
     for drafted in ({}, {"a": 2, "b": 1}):
-        step = step_of({"a": [7], "b": [9]}, drafted, new=True)
-        control.observe(step)
-        control.plan(step, [0] * 2)
+        observed_and_planned(control, step_of({"a": [7], "b": [9]}, drafted, new=True))
         assert control.continue_drafting({"a": [0.5], "b": [0.5]})
         if not drafted:  # in the second round it is called only once
             assert not control.continue_drafting({"a": [0.5, 0.4], "b": [0.5, 0.4]})
@@ -485,22 +466,19 @@ def test_a_draft_that_was_ended_did_not_run_dry() -> None:
     assert [figures[-2:] for figures in told] == [(0, False), (0, True), (4, False), (4, True)]
 
 
-def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
-    """If confidence is always 0, no draft is verified. This disables speculation, too."""
+def test_confidence_of_0_disables_speculation() -> None:
+    """All drafts are cut to length 0, so none is verified."""
     now = 0.0
     target = [(1, 0.039), (6, 0.039), (8, 0.041), (12, 0.052), (16, 0.054), (24, 0.068), (48, 0.12)]
     costs = CostModel(target, drafter=[(1, 0.0015), (8, 0.0016)])
-    control = LookaheadControl(
-        Goodput(Estimates.of(costs, 4), clock=lambda: now), can_stop_early=False
-    )
+    control = control_of(Goodput(Estimates.of(costs, 4), clock=lambda: now))
     drafted: dict[str, int] = {}
     drafting = []
     took = proposing = 0.0
     for number in range(100):
         sampled: dict[str, list[int]] = {name: [1] for name in "abcdefgh"}
         step = step_of(sampled, drafted, new=not number, seconds=(took, took + proposing))
-        control.observe(step)
-        lookahead = control.plan(step, [0] * 8).lookahead
+        lookahead = observed_and_planned(control, step).lookahead
         control.learn()
         drafts = drafts_of(
             {name: n for name, n in zip("abcdefgh", lookahead, strict=True) if n}, 0.0

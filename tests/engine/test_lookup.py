@@ -108,7 +108,7 @@ def fill(lines: Lines, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_what_cannot_agree_is_not_read(
+def test_lines_that_cannot_match_are_not_read(
     lines: Lines, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines are not read if they leave the chain after the outcome, or at another token."""
@@ -126,7 +126,7 @@ def test_what_cannot_agree_is_not_read(
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_the_same_is_found_as_in_all_lines(lines: Lines, drawn: bool) -> None:
+def test_the_result_is_that_of_a_search_of_all_lines(lines: Lines, drawn: bool) -> None:
     chance = random.Random(3)
     look, by_chain, beside, none = look_up(lines), 0, 0, 0
     for _ in range(4000):
@@ -162,11 +162,8 @@ def test_the_same_is_found_as_in_all_lines(lines: Lines, drawn: bool) -> None:
     assert min(by_chain, beside, none) > 300
 
 
-def test_what_was_proposed_is_certain_where_it_is_found_again(lines: Lines) -> None:
-    """The target's correction adds no text, so the proposed tokens were rejected.
-
-    A rejected token has no distribution any more.
-    """
+def test_a_rejected_token_that_is_found_again_has_no_distribution(lines: Lines) -> None:
+    """The target's correction adds no text, so the proposed tokens were rejected."""
     rows = [bytes([number]) * 8 * SPARSE_TOP_K for number in range(4)]
     lines.table.write(0, 0, DraftRecord(SERIAL, 0, [0, 1, 0, 1], [0.5] * 4, rows))
     look: Any = look_up(lines)

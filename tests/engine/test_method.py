@@ -34,7 +34,9 @@ def sampled(
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != methods.HETERO])
-def test_a_method_is_its_row_of_the_table(pair: TokenizerPair, method: str) -> None:
+def test_a_method_samples_as_the_table_of_methods_describes(
+    pair: TokenizerPair, method: str
+) -> None:
     row, found = methods.METHODS[method], sampled(pair, method)
     assert (found is not None) is row.needs_probs
     if found is not None:
@@ -65,7 +67,7 @@ def test_spans_of_merges_are_those_of_the_drafter(pair: TokenizerPair) -> None:
     assert not isinstance(plain, SlrsMethod)
 
 
-def test_the_alias_is_what_fits(pair: TokenizerPair) -> None:
+def test_hetero_is_a_method_that_the_deployment_can_run(pair: TokenizerPair) -> None:
     """With races, it is a method without merges.
 
     With several ranks, it does not sample, because all ranks must have the same drafts.
@@ -78,7 +80,7 @@ def test_the_alias_is_what_fits(pair: TokenizerPair) -> None:
 
 
 @pytest.mark.parametrize("method", ["hetero", "union", "slrs"])
-def test_with_one_tokenizer_ids_are_as_they_are(pair: TokenizerPair, method: str) -> None:
+def test_equal_tokenizers_keep_their_ids(pair: TokenizerPair, method: str) -> None:
     same = TokenizerPair(pair.target, pair.target, make_bridge(pair.target, pair.target))
     found = sampled(same, method)
     assert found is not None

@@ -15,6 +15,14 @@ import numpy as np
 import pytest
 from harness import BASE, slem
 from prometheus_client import REGISTRY
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import vllm_hetero_spec
 from vllm_hetero_spec.engine.metrics import transport as metrics
@@ -74,9 +82,7 @@ def test_trees_count_their_nodes_and_their_depth() -> None:
     assert (stats.trees, stats.tree_tokens) == (1, 8)
 
 
-def test_drafts_that_are_mostly_not_ready_are_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_drafts_that_are_mostly_not_ready_are_logged_once(caplog: Any) -> None:
     """Fewer drafts that are not ready, or as many others, cause no warning."""
     stats = DraftStats()
     stats.drafts = 600
@@ -141,10 +147,6 @@ def test_every_reason_is_counted_somewhere(names: dict[str, str]) -> None:
 
 
 def test_vllms_own_serializer_carries_the_growth() -> None:
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
     vllm_hetero_spec.register()
     vllm_hetero_spec.register()
     stats, growing = DraftStats(steps=1), Growth()
@@ -167,8 +169,6 @@ def test_vllms_own_serializer_carries_the_growth() -> None:
 
 
 def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
-    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
-
     class Ours(metrics.Reporter):
         reports = 0
 
@@ -236,14 +236,10 @@ def test_figures_of_a_request_with_stop_strings_go_with_each_step(level: str) ->
 @pytest.fixture
 def registered(demo_pair: Path) -> Iterator[Any]:
     """Return a function that builds vLLM's stat loggers without an engine."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
-
     vllm_hetero_spec.register()
-    limits = {k: v for k, v in BASE.items() if k != "disable_log_stats"}
 
     def build(logger: Any, spec: dict | None, *args: Any) -> Any:
-        made = EngineArgs(str(demo_pair / "target"), **limits, speculative_config=spec)
+        made = EngineArgs(str(demo_pair / "target"), **BASE, speculative_config=spec)
         return logger(made.create_engine_config(), *args)
 
     yield build
@@ -261,10 +257,9 @@ def _samples() -> dict[str, float]:
     }
 
 
-def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Path) -> None:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-    from vllm.v1.metrics.stats import SchedulerStats
-
+def test_engines_of_one_front_end_have_metrics_of_their_own(
+    registered: Any, demo_pair: Path
+) -> None:
     sink = registered(PrometheusStatLogger, slem(demo_pair / "drafter", lookahead=3), [0, 1])
     for index, steps in ((0, 1), (1, 5)):
         stats = SchedulerStats()
@@ -284,9 +279,7 @@ def test_engines_of_one_front_end_are_told_apart(registered: Any, demo_pair: Pat
     assert shown == {f"{PREFIX}skipped_total['0', '{reason}']" for reason in REASONS}
 
 
-def test_other_drafters_have_none_of_ours(registered: Any) -> None:
-    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
-
+def test_engines_without_our_method_have_no_drafter_metrics(registered: Any) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     for spec in (None, ngram):
         registered(PrometheusStatLogger, spec, [0])
@@ -294,12 +287,9 @@ def test_other_drafters_have_none_of_ours(registered: Any) -> None:
         assert registered(LoggingStatLogger, spec).hetero_spec is None
 
 
-def test_a_line_beside_vllms_own(
+def test_the_log_has_one_line_of_drafter_metrics(
     registered: Any, demo_pair: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.metrics.loggers import LoggingStatLogger
-    from vllm.v1.metrics.stats import SchedulerStats
-
     sink = registered(LoggingStatLogger, slem(demo_pair / "drafter"))
     caplog.set_level(logging.INFO, "vllm.hetero_spec")  # after vLLM has configured logging
     monkeypatch.setattr(metrics.logger, "handlers", [caplog.handler])
@@ -328,9 +318,6 @@ def test_a_line_beside_vllms_own(
 def test_a_fault_ends_the_metrics_and_nothing_else(
     registered: Any, demo_pair: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-    from vllm.v1.metrics.stats import SchedulerStats
-
     monkeypatch.setattr(metrics, "_observe", metrics.harmless(metrics._observe.__wrapped__))
     sink = registered(PrometheusStatLogger, slem(demo_pair / "drafter"), [0])
     stats = SchedulerStats(num_running_reqs=3)
@@ -341,11 +328,9 @@ def test_a_fault_ends_the_metrics_and_nothing_else(
     assert _samples()["vllm:num_requests_running['0']"] == 3
 
 
-def test_a_vllm_that_lacks_a_piece_still_starts(
+def test_engines_start_without_metrics_if_vllm_lacks_a_hooked_function(
     registered: Any, demo_pair: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     monkeypatch.setattr(metrics, "require", metrics.harmless(metrics.install))
     monkeypatch.delattr(Scheduler, "update_from_output")
     vllm_hetero_spec.register()
@@ -360,9 +345,8 @@ def test_a_vllm_that_lacks_a_piece_still_starts(
 # ---- the dashboard ------------------------------------------------------------------------------
 
 
-def test_dashboard_asks_for_metrics_that_exist(registered: Any, demo_pair: Path) -> None:
+def test_the_dashboard_queries_only_metrics_that_exist(registered: Any, demo_pair: Path) -> None:
     """Its variable `prefix` selects vLLM's names or those of Ray."""
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.ray_wrappers import RayPrometheusMetric
 
     board = json.loads((REPO / "examples" / "grafana" / "hetero_spec.json").read_text())

@@ -42,11 +42,8 @@ def walked() -> list[torch.Tensor]:
     )
     sampler: Any = SimpleNamespace(_racing="some", _send=on_host)
     view = BatchTrees(PARENTS, [True] * 3, torch.tensor([True] * 3))
-    return [
-        *HeteroRejectionSamplerV1._walk(
-            sampler, view, drafts, metadata, LOGITS, sampling, HEAT == 0
-        )
-    ]
+    given = view, drafts, metadata, LOGITS, sampling, HEAT == 0
+    return [*HeteroRejectionSamplerV1._walk(sampler, *given)]
 
 
 def won() -> list[torch.Tensor]:

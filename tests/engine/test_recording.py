@@ -15,6 +15,22 @@ from vllm_hetero_spec.engine.drafter.recording import Recording
 from vllm_hetero_spec.engine.drafter.round_plan import Planner, table_width
 from vllm_hetero_spec.engine.seam.drafter_config import DraftingMode
 
+Shapes = tuple[tuple[int, int], ...]
+
+
+def recording_of(shapes: Shapes, record: Callable[..., None] | None = None) -> Recording:
+    """Return the recording of a drafter on a device that is not used."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
+    )
+    support = GraphSupport(in_graph=True, several_tokens=True)
+    model = SimpleNamespace(
+        device=torch.device("cuda"), config=config, max_length=8, graph_support=support
+    )
+    drafter: Any = SimpleNamespace(model=model, rules=SimpleNamespace(beside=0), record=record)
+    return Recording(drafter, DraftingMode(shapes, False, ""), measured=False)
+
 
 class Graphs:
     """A stand-in for CUDA graphs that records the current stream."""
@@ -32,27 +48,20 @@ class Graphs:
 
 @pytest.mark.parametrize("shapes", [((1, 1), (4, 1)), ()])
 def test_the_stream_of_graphs_has_run_before_memory_is_measured(
-    shapes: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels may allocate work space for each stream; vLLM allows no allocations later."""
     graphs, read = Graphs(), list[tuple[str, int]]()
     monkeypatch.setattr(recording, "CudaGraphs", lambda: graphs)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.bfloat16),
-        compilation_config=SimpleNamespace(mode=CompilationMode.NONE),
-    )
-    model = SimpleNamespace(device=torch.device("cuda"), config=config, max_length=8)
     monkeypatch.setattr(
         recording, "idle_prefill", lambda _, tokens: read.append((graphs.stream, tokens))
     )
-    drafter: Any = SimpleNamespace(model=model, rules=SimpleNamespace(beside=0))
-    of = Recording(drafter, DraftingMode(shapes, False, ""), measured=False)
-    of.read_most(64, 4)
+    recording_of(shapes).read_most(64, 4)
     assert read == [("the usual", 32), *[("graphs'", 1)] * bool(shapes)]
 
 
 @pytest.mark.parametrize(("widest", "recorded"), [(128, 3), (8, 2), (1, 0)])
-def test_where_the_widest_graphs_fail_the_others_are_recorded(
+def test_if_the_widest_graphs_fail_the_others_are_recorded(
     widest: int, recorded: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without graphs, rounds take several times as long; without the widest, only prefills do."""
@@ -66,15 +75,8 @@ def test_where_the_widest_graphs_fail_the_others_are_recorded(
     monkeypatch.setattr(recording, "CudaGraphs", Graphs)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
-    of = SimpleNamespace(get_vocab_size=lambda: 1000, dtype=torch.bfloat16)
-    support = GraphSupport(in_graph=True, several_tokens=True)
-    model = SimpleNamespace(
-        device=torch.device("cuda"), config=SimpleNamespace(model_config=of), graph_support=support
-    )
-    drafter: Any = SimpleNamespace(model=model, rules=SimpleNamespace(beside=0), record=record)
-    shapes = (1, 1), (1, 8), (1, 128)
     with caplog.at_level("INFO", "vllm.hetero_spec"):
-        Recording(drafter, DraftingMode(shapes, False, ""), measured=False).record()
+        recording_of(((1, 1), (1, 8), (1, 128)), record).record()
     assert done == [recorded] * bool(recorded)
     said = caplog.text
     assert ("Long prefills run eagerly" in said) == (widest < 128)
@@ -94,7 +96,7 @@ def test_tables_are_as_wide_as_whole_128_tokens(size: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", [None, "trtllm-gen"])
-def test_metadata_waits_where_the_last_one_may_still_be_copied(
+def test_metadata_waits_until_the_last_one_is_copied(
     kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This concerns FlashInfer's own kernels, which plan each forward in the same host buffer.

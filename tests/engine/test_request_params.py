@@ -80,14 +80,10 @@ def test_forbidden_tokens_end_the_proposal(given, proposal, kept) -> None:
     assert params.acceptable(proposal, np.array([1, 5])) == kept
 
 
-@pytest.mark.parametrize(("out", "most"), [(0, 4), (3, 1), (4, 0)])
-def test_drafts_end_so_that_a_bonus_token_is_early_too(out: int, most: int) -> None:
-    assert params_with(min_tokens=5).before_stops(out) == most
-
-
-@pytest.mark.parametrize("out", [5, 6])
-def test_behind_min_tokens_drafts_have_any_length(out: int) -> None:
-    assert params_with(min_tokens=5).before_stops(out) > 1000
+def test_before_min_tokens_drafts_leave_room_for_a_bonus_token() -> None:
+    limits = [params_with(min_tokens=5).before_stops(out) for out in (0, 3, 4, 5, 6)]
+    assert limits[:3] == [4, 1, 0]
+    assert min(limits[3:]) > 1000
 
 
 @pytest.mark.parametrize(
@@ -115,14 +111,14 @@ def test_a_request_sets_its_draft_length(given: Any, expected: int | None) -> No
         ({LOOKAHEAD_ARG: 1, "hetero_spec_x": 1}, "hetero_spec_x does not exist"),
     ],
 )
-def test_what_a_request_cannot_set(extra: dict[str, Any], sentence: str) -> None:
-    """The front end refuses it. If an engine core receives it, the value is ignored."""
+def test_invalid_draft_lengths_are_refused(extra: dict[str, Any], sentence: str) -> None:
+    """The front end refuses them. An engine core ignores them."""
     with pytest.raises(VLLMValidationError, match=f"^{re.escape(sentence)}.*\\.$"):
         requested_lookahead(extra)
     assert params_with(extra_args=extra).lookahead is None
 
 
-def test_penalty_only_where_there_is_one() -> None:
+def test_a_penalty_is_one_that_the_request_sets() -> None:
     assert params_with().penalty is None
     assert params_with(presence_penalty=0.5).penalty == Penalty(presence=0.5)
 
@@ -139,7 +135,7 @@ def test_penalty_only_where_there_is_one() -> None:
         ({"structured_outputs": {"regex": "a+"}}, "grammar"),
     ],
 )
-def test_what_is_read_from_the_rows_in_front_keeps_chains(given, because) -> None:
+def test_parameters_with_which_drafts_are_chains(given, because) -> None:
     if "structured_outputs" in given:
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -187,7 +183,7 @@ def test_penalties_are_vllms_own_step_by_step() -> None:
             outputs[i].append(int(drafted[2 * i]))
 
 
-def test_penalties_of_rows_that_have_ended_are_left_out() -> None:
+def test_rows_that_have_ended_get_no_penalties() -> None:
     rows = [PenalizedRow(row, Penalty(1.0), counts_of([], [3], 5)) for row in (1, 3)]
     ours = Penalties(rows, Sender(torch.device("cpu"), turns=4).send)
     logits = torch.zeros(2, 5)
@@ -199,7 +195,7 @@ def test_penalties_of_rows_that_have_ended_are_left_out() -> None:
     assert logits.nonzero().tolist() == [[1, 3], [1, 4]]
 
 
-def test_counts_follow_a_text_whose_end_is_spelt_anew() -> None:
+def test_token_counts_follow_a_text_whose_end_changes() -> None:
     """The counts equal a new count of the whole text, but only the changed tokens are counted."""
     random = torch.Generator().manual_seed(0)
     ids, prompt = torch.randint(9, (12,), generator=random).tolist(), 8

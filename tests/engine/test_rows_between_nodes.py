@@ -12,12 +12,11 @@ from vllm_hetero_spec.engine.seam import nodes
     ("size", "same", "expected"),
     [(1, [], None), (2, [True, True], None), (3, [True, True, False], 64)],
 )
-def test_few_tokens_travel_between_nodes(
+def test_rows_have_few_tokens_between_nodes(
     size: int, same: list[bool], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "in_the_same_node_as", lambda group: same)
-    monkeypatch.setattr(
-        nodes, "SPARSE_TOP_K", 64
-    )  # `far_apart` sets a smaller number in this process
+    # `far_apart` may have set a smaller number in this process.
+    monkeypatch.setattr(nodes, "SPARSE_TOP_K", 64)
     group = SimpleNamespace(world_size=size, cpu_group=None)
     assert nodes.likeliest_between(group) == expected  # type: ignore[arg-type]
