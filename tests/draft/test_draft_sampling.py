@@ -9,15 +9,12 @@ import torch
 
 from vllm_hetero_spec.draft.sampling import BatchSampler, DraftSampling, SampledMethod
 from vllm_hetero_spec.draft.token_map import TokenMap
+from vllm_hetero_spec.staging import on_host
 from vllm_hetero_spec.verify import noise
 from vllm_hetero_spec.verify.race import race
 
 FIRST = torch.tensor([2, 0, 2, 1, 3])
 REQUESTS = 9
-
-
-def send(*arrays: np.ndarray) -> list[torch.Tensor]:
-    return [torch.from_numpy(array) for array in arrays]
 
 
 def batch(races: bool, steps: int = 3, likeliest: int | None = None) -> BatchSampler:
@@ -28,7 +25,7 @@ def batch(races: bool, steps: int = 3, likeliest: int | None = None) -> BatchSam
     lengths = torch.tensor([1, 2, 1, 3, 1])
     method = SampledMethod(TokenMap(FIRST, 4), lengths, lambda d: [7] * int(lengths[d]))
     method = replace(method, likeliest=likeliest)
-    return BatchSampler(range(REQUESTS), draws, [steps] * REQUESTS, method, send)
+    return BatchSampler(range(REQUESTS), draws, [steps] * REQUESTS, method, on_host)
 
 
 def logits(step: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from vllm_hetero_spec.draft.methods import HETERO, METHODS, Choice, order, spell_same
+from vllm_hetero_spec.draft.methods import HETERO, METHODS, order, spell_same
 from vllm_hetero_spec.text.statistics import PairStatistics
 from vllm_hetero_spec.text.vocabulary import VocabularyMaps
 
@@ -26,14 +26,6 @@ ALIKE = PairStatistics(
 )
 
 
-def methods(choices: list[Choice]) -> list[str]:
-    return [choice.method for choice in choices]
-
-
-def test_greedy_targets_get_greedy_drafts() -> None:
-    assert methods(order(ALIKE, temperature=0)) == ["slem"]
-
-
 @pytest.mark.parametrize(
     ("change", "first", "figure"),
     [
@@ -48,32 +40,35 @@ def test_greedy_targets_get_greedy_drafts() -> None:
         ({"drafter_failures": 2, "omega_t": 0.59}, "slem", "every pair"),
     ],
 )
-def test_what_comes_first_when_sampling(change: dict[str, float], first: str, figure: str) -> None:
+def test_the_first_method_and_its_reason(change: dict[str, float], first: str, figure: str) -> None:
     best, *_ = order(dataclasses.replace(ALIKE, **change), temperature=1)
     assert best.method == first
     assert figure in best.reason
 
 
-def test_the_others_follow_and_the_universal_method_is_last() -> None:
-    assert methods(order(ALIKE, temperature=1)) == ["tli", "push_forward", "slrs", "slem"]
-    for share in ("target_straddle", "drafter_straddle"):
-        straddling = dataclasses.replace(ALIKE, **{share: 0.1})
-        assert methods(order(straddling, temperature=1)) == ["push_forward", "slrs", "tli", "slem"]
+@pytest.mark.parametrize(
+    ("change", "temperature", "expected"),
+    [
+        ({}, 0, ["slem"]),
+        ({}, 0.3, ["tli", "slem", "push_forward", "slrs"]),
+        ({}, 0.31, ["tli", "push_forward", "slrs", "slem"]),
+        ({"target_straddle": 0.1}, 1, ["push_forward", "slrs", "tli", "slem"]),
+        ({"drafter_straddle": 0.1}, 1, ["push_forward", "slrs", "tli", "slem"]),
+        # If the vocabularies share nothing, `tli` could draft nothing.
+        ({"omega_t": 0.0, "target_straddle": 0.5}, 1, ["push_forward", "slrs", "slem"]),
+    ],
+    ids=["greedy", "nearly greedy", "sampled", "straddle", "drafter straddle", "disjoint"],
+)
+def test_order_of_methods(
+    change: dict[str, float], temperature: float, expected: list[str]
+) -> None:
+    found = order(dataclasses.replace(ALIKE, **change), temperature=temperature)
+    assert [choice.method for choice in found] == expected
 
 
 def test_a_failure_in_a_hundred_lines_is_no_rewriting() -> None:
     once = dataclasses.replace(ALIKE, target_failures=1)
     assert order(once, temperature=1) == order(ALIKE, temperature=1)
-
-
-def test_near_greedy_the_greedy_draft_is_second() -> None:
-    assert methods(order(ALIKE, temperature=0.3)) == ["tli", "slem", "push_forward", "slrs"]
-    assert methods(order(ALIKE, temperature=0.31))[-1] == "slem"
-
-
-def test_nothing_shared_is_nothing_to_restrict_a_draft_to() -> None:
-    disjoint = dataclasses.replace(ALIKE, omega_t=0.0, target_straddle=0.5)
-    assert methods(order(disjoint, temperature=1)) == ["push_forward", "slrs", "slem"]
 
 
 def test_every_case_has_an_order_without_repetition() -> None:
@@ -89,7 +84,7 @@ def test_every_case_has_an_order_without_repetition() -> None:
             drafter_failures=failures,
             drafter_vocabulary=few,
         )
-        names = methods(order(statistics, temperature=temperature))
+        names = [choice.method for choice in order(statistics, temperature=temperature)]
         assert "slem" in names
         assert len(names) == len(set(names))
 
@@ -132,7 +127,7 @@ def test_the_same_ids_are_proposed_as_they_are() -> None:
     assert list(tokens(2)) == [2]
 
 
-def test_the_alias_has_no_place_of_its_own() -> None:
+def test_the_alias_is_in_no_order() -> None:
     assert METHODS[HETERO].promise(ALIKE) is None
     assert METHODS[HETERO].merges
     assert not METHODS[HETERO].needs_probs  # it may resolve to a method without `draft_probs`

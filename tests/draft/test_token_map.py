@@ -66,7 +66,7 @@ def test_probabilities_follow_the_requests_parameters() -> None:
     assert plain.numpy() == pytest.approx(np.tile([0.1, 0.4, 0.2, 0.3], (4, 1)), abs=1e-6)
 
 
-def test_parameters_choose_among_the_likeliest_of_a_large_vocabulary() -> None:
+def test_parameters_of_a_large_vocabulary() -> None:
     """In a large vocabulary, parameters apply to the likeliest tokens only.
 
     A row without parameters is not shortened. A larger `top_k` is limited to the number of ordered

@@ -85,24 +85,21 @@ def runner() -> SimpleNamespace:
     )
 
 
-@pytest.fixture
-def batch() -> SimpleNamespace:
-    """A batch of the requests a and b."""
-    places = np.array([2, 0])
+def batch_of(**slots: int) -> SimpleNamespace:
+    """Return a batch of requests, which are in these slots of the runner."""
+    places = np.array(list(slots.values()))
     return SimpleNamespace(
-        req_ids=["a", "b"],
-        num_reqs=2,
+        req_ids=list(slots),
+        num_reqs=len(slots),
         idx_mapping_np=places,
         idx_mapping=torch.from_numpy(places),
     )
 
 
-def batch_of_a(batch: Any) -> Any:
-    """Return a batch of the request a alone."""
-    places = batch.idx_mapping[:1]
-    return SimpleNamespace(
-        req_ids=["a"], num_reqs=1, idx_mapping=places, idx_mapping_np=places.numpy()
-    )
+@pytest.fixture
+def batch() -> SimpleNamespace:
+    """A batch of the requests a and b."""
+    return batch_of(a=2, b=0)
 
 
 SAMPLED = torch.tensor([2, 0])  # b is in prefill
@@ -127,8 +124,7 @@ def test_a_view_has_what_the_step_did(runner: Any, batch: Any) -> None:
     assert 0 <= again.target_seconds <= again.step_seconds
 
 
-def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> None:
-    """Each row of logits has the LoRA adapter of its request."""
+def test_each_row_of_logits_has_the_adapter_of_its_request(runner: Any) -> None:
     seam = RunnerV2(runner)
     seam.map_adapters_by_row()
     seam.on_step_start(output_of(new("a"), new("b"), a=[7, 8]))
@@ -136,10 +132,7 @@ def test_adapters_of_the_head_are_named_for_each_row_of_logits(runner: Any) -> N
     assert named == ((4, 4, 4, 5), "tokens", "active")
 
 
-def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
-    runner: Any, batch: Any
-) -> None:
-    """A resumed request is not new; another request with the same id is."""
+def test_a_resumed_request_is_not_new_and_another_with_its_id_is(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b", temperature=0.5)))
     seam.on_step_start(output_of(preempted="b"))
@@ -158,7 +151,7 @@ def test_preempted_requests_come_back_and_others_of_the_same_id_are_new(
     assert not seam._preempted
 
 
-def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
+def test_drafts_are_written_to_the_slots_of_their_requests(runner: Any, batch: Any) -> None:
     seam = RunnerV2(runner)
     told = seam.take_drafts(batch, [[5, 6], []])
     assert (told.req_ids, told.draft_token_ids) == (["a", "b"], [[5, 6], []])
@@ -169,7 +162,7 @@ def test_drafts_are_put_where_the_requests_are(runner: Any, batch: Any) -> None:
     assert seam.inputs.nothing(batch).shape == (2, DRAFTED)
 
 
-def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: Any) -> None:
+def test_late_drafts_fill_a_prepared_step(runner: Any, batch: Any) -> None:
     """The prepared step has two prompt tokens of c, then b and then a.
 
     Each of b and a has its last token and its draft positions.
@@ -197,10 +190,7 @@ def test_drafts_follow_where_all_else_of_a_step_is_prepared(runner: Any, batch: 
 
 
 @pytest.mark.parametrize("how", ["finished", "preempted", "started"])
-def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
-    runner: Any, batch: Any, how: str
-) -> None:
-    """A request that begins, ends or is preempted in the running step gets no late draft."""
+def test_no_late_draft_for_a_request_that_begins_or_ends(runner: Any, batch: Any, how: str) -> None:
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b")))
     started = [new("a")] if how == "started" else []
@@ -210,8 +200,7 @@ def test_who_comes_or_goes_with_a_step_has_no_draft_of_the_one_before(
     assert seam._drafted == {"b": [7]}
 
 
-def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
-    """Scheduled positions beyond a draft's length are padding, not draft tokens."""
+def test_positions_beyond_a_draft_are_padding(runner: Any, batch: Any) -> None:
     runner.vllm_config.scheduler_config.async_scheduling = True
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 10])
@@ -235,39 +224,32 @@ def test_padding_behind_drafts_is_not_theirs(runner: Any, batch: Any) -> None:
     assert seam.batch(batch).lengths == [1, 0]
 
 
-def test_a_draft_is_none_of_the_places_behind_a_preemption(runner: Any, batch: Any) -> None:
-    """vLLM schedules draft positions for a resumed request; they are padding.
+@pytest.mark.parametrize("preempted", ["a", ""], ids=["resumed", "another with its id"])
+def test_positions_of_a_request_that_begins_are_padding(
+    runner: Any, batch: Any, preempted: str
+) -> None:
+    """vLLM schedules draft positions for it, so that all requests of a step have equally many rows.
 
-    All requests of a step then have equally many rows.
+    The draft of the request that had its id before is not used.
     """
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.on_step_start(output_of(new("a"), new("b")))
     seam.take_drafts(batch, [[5, 6], []])
-    seam.on_step_start(output_of(preempted="a"))
+    if preempted:
+        seam.on_step_start(output_of(preempted=preempted))
     seam.on_step_start(output_of(new("a"), a=[-1] * DRAFTED))
     assert seam.batch(batch).lengths == [0, 0]
     step = seam.view(seam.sampled(batch, SAMPLED))
     assert [(r.num_drafted, r.num_padding) for r in step.requests] == [(0, 4), (0, 0)]
 
 
-def test_nothing_is_left_of_one_that_is_preempted_and_over_at_once(runner: Any) -> None:
-    """If a request is preempted and ends in one step, its id is new when it is used again."""
+def test_an_id_is_new_after_a_preemption_and_an_end_in_one_step(runner: Any) -> None:
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a")))
     seam.on_step_start(output_of(finished="a", preempted="a"))
     seam.on_step_start(output_of(new("a")))
     assert seam._started == {"a": None}
-
-
-def test_a_draft_is_none_of_another_request_with_its_name(runner: Any, batch: Any) -> None:
-    """A new request with the id of an earlier one does not get its draft."""
-    seam = RunnerV2(runner)
-    batch.cu_num_logits_np = np.array([0, 5, 6])
-    seam.on_step_start(output_of(new("a"), new("b")))
-    seam.take_drafts(batch, [[5, 6], []])
-    seam.on_step_start(output_of(new("a"), a=[-1] * DRAFTED))
-    assert seam.batch(batch).lengths == [0, 0]
 
 
 class _Proposer:
@@ -312,42 +294,46 @@ def forward_of(runner: Any) -> dict[str, str]:
     return found
 
 
-def loaded(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
-    """Return a speculator of a runner, and its proposer."""
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculator_v2, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+
+def loaded(runner: Any) -> tuple[HeteroSpeculator, Any]:
+    """Return a speculator of a runner, and its proposer."""
     proposer: Any = _Proposer()
     speculator = HeteroSpeculator(proposer)
     speculator.load(runner)
     return speculator, proposer
 
 
-def scheduled_ahead(runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[HeteroSpeculator, Any]:
+def scheduled_ahead(runner: Any) -> tuple[HeteroSpeculator, Any]:
     """Return a warm speculator of a runner with asynchronous scheduling, and its proposer."""
     runner.vllm_config.scheduler_config.async_scheduling = True
-    speculator, proposer = loaded(runner, monkeypatch)
+    speculator, proposer = loaded(runner)
     proposer.warm = True
     return speculator, proposer
 
 
-def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
-    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With synchronous scheduling `propose` begins drafts and `get_draft_tokens` finishes them."""
-    speculator, proposer = loaded(runner, monkeypatch)
+def propose(
+    speculator: HeteroSpeculator, batch: Any, sampled: torch.Tensor = SAMPLED, **changes: Any
+) -> torch.Tensor:
+    return speculator.propose(batch, *(None,) * 4, sampled, **changes)
+
+
+def test_propose_begins_drafts_and_get_draft_tokens_finishes_them(runner: Any, batch: Any) -> None:
+    speculator, proposer = loaded(runner)
     assert runner.draft_tokens_handler is speculator
     speculator.seam.on_step_start(output_of(new("a"), new("b")))
-    nothing = (None,) * 4
-
-    def propose(**changes: Any) -> torch.Tensor:
-        return speculator.propose(batch, *nothing, SAMPLED, **changes)
-
-    propose()  # vLLM warms up with its own requests
+    propose(speculator, batch)  # vLLM warms up with its own requests
     proposer.warm = True
-    propose(dummy_run=True)
+    propose(speculator, batch, dummy_run=True)
     assert proposer.calls == ["load beside the target"]
     assert speculator.get_draft_tokens() is None
-    assert propose().shape == (2, DRAFTED)
-    speculator.set_draft_tokens(batch, propose())  # the first drafts are never taken
+    assert propose(speculator, batch).shape == (2, DRAFTED)
+    speculator.set_draft_tokens(
+        batch, propose(speculator, batch)
+    )  # the first drafts are never taken
     told = speculator.get_draft_tokens()
     assert told.draft_token_ids == [[0], [1]]
     assert proposer.calls[1:] == ["begin", "begin", "finish"]
@@ -356,15 +342,15 @@ def test_drafts_are_begun_when_sampled_and_finished_when_asked_for(
 
 
 @pytest.mark.parametrize("following", ["a", "c"])
-def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
-    runner: Any, batch: Any, following: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_scheduled_ahead_is_read_when_the_next_begins(
+    runner: Any, batch: Any, following: str
 ) -> None:
     """Reading waits for the device, and would delay the tokens of the step before.
 
     If no request of a step continues, the engine may have been idle before the next step. The view
     then has no `step_seconds`.
     """
-    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    speculator, proposer = scheduled_ahead(runner)
     views: list[Any] = []
     after_step = proposer.after_step
     proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
@@ -375,7 +361,7 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
         speculator.on_step_start(output)
         forward_of(runner)
         calls = list(proposer.calls)
-        speculator.propose(batch, *(None,) * 4, SAMPLED)
+        propose(speculator, batch)
         assert proposer.calls == calls
         speculator.seam.on_drafts_taken()
     assert proposer.calls[1:] == ["begin", "finish"] * 3
@@ -386,10 +372,10 @@ def test_a_step_scheduled_ahead_is_looked_at_when_the_next_begins(
 
 @pytest.mark.parametrize("reads", ["", "uses_inputs_embeds", "pcp_manager", "trees", "nothing"])
 def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
-    runner: Any, batch: Any, reads: str, monkeypatch: pytest.MonkeyPatch
+    runner: Any, batch: Any, reads: str
 ) -> None:
     """Exceptions: other code needs the draft tokens earlier, or the step has no forward."""
-    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    speculator, proposer = scheduled_ahead(runner)
     if reads == "trees":
         speculator.seam.trees = SimpleNamespace(
             uneven=False,
@@ -408,62 +394,55 @@ def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
         for _ in range(2):  # the second call is like one of vLLM's dummy runs
             assert forward_of(runner) == {"states": "states"}
             assert proposer.calls[1:] == begun
-        speculator.propose(batch, *(None,) * 4, SAMPLED)
+        propose(speculator, batch)
 
 
-def test_who_is_over_is_not_drafted_for_again(
-    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_has_ended_is_not_going_on(runner: Any, batch: Any) -> None:
     """With asynchronous scheduling, one more step may contain a request that has ended."""
-    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    speculator, proposer = scheduled_ahead(runner)
     going_on: list[list[bool]] = []
     proposer.after_step = lambda view, _: going_on.append(view().going_on) or [[], []]
     both = torch.tensor([1, 1])
     for output in (output_of(new("a"), new("b")), output_of(), output_of(finished="a")):
         speculator.on_step_start(output)
-        speculator.propose(batch, *(None,) * 4, both)
+        propose(speculator, batch, both)
     assert going_on == [[True, True], [False, True]]
 
 
-def test_pipeline_stages_are_given_drafts_at_once(
-    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipeline_stages_get_drafts_at_once(runner: Any, batch: Any) -> None:
     """The scheduler receives the drafts of all requests.
 
     It takes them only after another batch has sampled.
     """
     runner.use_pp = True
-    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    speculator, proposer = scheduled_ahead(runner)
     speculator.seam.on_step_start(output_of(new("a"), new("b")))
-    given = speculator.propose(batch, *(None,) * 4, SAMPLED)
+    given = propose(speculator, batch)
     assert proposer.calls[1:] == ["begin", "finish"]
     assert given[:, :2].tolist() == [[0, 0], [1, 0]]
-    places = torch.tensor([1])
-    others = SimpleNamespace(
-        req_ids=["c"], num_reqs=1, idx_mapping=places, idx_mapping_np=places.numpy()
-    )
+    others = batch_of(c=1)
     runner.req_states.req_id_to_index["c"] = 1
     speculator.seam.on_step_start(output_of(new("c")))
-    speculator.propose(others, *(None,) * 4, SAMPLED[1:])
+    propose(speculator, others, SAMPLED[1:])
     told = speculator.get_draft_tokens()
     assert (told.req_ids, told.draft_token_ids) == (["a", "b", "c"], [[0], [1], [0]])
     speculator.seam.on_step_start(output_of(finished="b", a=[-1] * DRAFTED))
     # The step verifies the earlier draft of one token; the padding below refers to that draft.
-    speculator.seam.take_drafts(batch_of_a(batch), [[5, 6]])
+    speculator.seam.take_drafts(batch_of(a=2), [[5, 6]])
     output = SimpleNamespace()
     speculator.seam.attach_to_output(output, 4)
     assert output.hetero_spec_ahead == AsyncStepInfo(4, {"a": DRAFTED - 1})
     assert speculator.seam.take_drafts(others, [[]]).req_ids == ["a", "c"]
 
 
-def test_steps_that_may_have_no_drafts_go_by(
-    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+def test_steps_without_drafts_are_skipped_with_asynchronous_scheduling(
+    runner: Any, batch: Any
 ) -> None:
     """Skipped steps are read later, when they have ended.
 
     The next view contains all requests that have started since the last one.
     """
-    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    speculator, proposer = scheduled_ahead(runner)
     views: list[Any] = []
     proposer.after_step = lambda view, _: views.append(view()) or [[], []]
     for number in range(10):
@@ -471,7 +450,7 @@ def test_steps_that_may_have_no_drafts_go_by(
         output.num_spec_tokens_to_schedule = 0 if number < 8 else 2
         speculator.on_step_start(output)
         forward_of(runner)
-        speculator.propose(batch, *(None,) * 4, SAMPLED)
+        propose(speculator, batch)
     assert proposer.calls[1:].count("2 pass by") == 8
     assert len(proposer.seen) == 8
     (view,) = views
@@ -479,17 +458,14 @@ def test_steps_that_may_have_no_drafts_go_by(
     assert view.step_seconds is not None
 
 
-def test_steps_that_may_all_have_drafts_go_by_where_the_proposer_says_so(
-    runner: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With synchronous scheduling a step is skipped if `skip_step` returns True."""
-    speculator, proposer = loaded(runner, monkeypatch)
+def test_skip_step_skips_a_step_with_synchronous_scheduling(runner: Any, batch: Any) -> None:
+    speculator, proposer = loaded(runner)
     proposer.warm = True
     asked: list[tuple[int, bool | None, bool]] = []
     proposer.skip_step = lambda *step: bool(asked.append(step) or len(asked) == 2)
     for output in (output_of(new("a"), new("b")), output_of(), output_of()):
         speculator.on_step_start(output)
-        speculator.propose(batch, *(None,) * 4, SAMPLED)
+        propose(speculator, batch)
         speculator.seam.on_drafts_taken()
         told = speculator.get_draft_tokens()
         assert (told is None) == (len(asked) == 2)
@@ -505,8 +481,7 @@ def config_of(**changes: Any) -> Any:
     return SimpleNamespace(**(plain | changes))
 
 
-def test_v2_is_left_out_where_it_cannot_serve_us() -> None:
-    """V2 is not chosen if a feature does not work with this package on V2."""
+def test_v2_is_not_chosen_with_features_that_need_v1() -> None:
     from vllm_hetero_spec.engine.seam import runner_choice
 
     custom = "speculative method 'custom_class'"
@@ -530,11 +505,9 @@ class _Counts:
 
 
 @pytest.fixture
-def is_idle(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> tuple[HeteroSpeculator, Any, list[_Counts]]:
+def is_idle(runner: Any) -> tuple[HeteroSpeculator, Any, list[_Counts]]:
     """A speculator, its proposer, and a list that receives the counts of each step."""
-    speculator, proposer = scheduled_ahead(runner, monkeypatch)
+    speculator, proposer = scheduled_ahead(runner)
     counts: list[_Counts] = []
     fetch = SimpleNamespace(fetch=lambda values: counts.append(_Counts(values)) or counts[-1])
     speculator.seam._counts = [fetch]
@@ -547,12 +520,10 @@ def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any
     output.num_spec_tokens_to_schedule = 0
     speculator.on_step_start(output)
     forward_of(speculator.seam._runner)
-    speculator.propose(batch, *(None,) * 4, torch.ones(batch.num_reqs, dtype=torch.int32))
+    propose(speculator, batch, torch.ones(batch.num_reqs, dtype=torch.int32))
 
 
-def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
-    runner: Any, batch: Any, is_idle: Any
-) -> None:
+def test_a_step_without_drafts_is_read_after_its_end(runner: Any, batch: Any, is_idle: Any) -> None:
     """A step is read after it has ended and a later one has been queued.
 
     Only the newest ended step is read, and no step is read twice.
@@ -581,9 +552,7 @@ def test_a_step_without_drafts_is_looked_at_once_it_has_ended(
     assert len(proposer.seen) == 3
 
 
-def test_drafts_are_looked_at_before_steps_without_them(
-    runner: Any, batch: Any, is_idle: Any
-) -> None:
+def test_skipped_steps_before_a_draft_are_not_read(runner: Any, batch: Any, is_idle: Any) -> None:
     """Skipped steps that are older than a step with drafts are not read any more."""
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
@@ -594,28 +563,28 @@ def test_drafts_are_looked_at_before_steps_without_them(
             step.there = True
         speculator.on_step_start(output)
         forward_of(runner)
-        speculator.propose(batch, *(None,) * 4, torch.tensor([1, 1]))
+        propose(speculator, batch, torch.tensor([1, 1]))
         expected = ["look back in a hurry"] if number == 0 else ["begin", "finish"]
         assert proposer.calls[-len(expected) :] == expected
     assert len(proposer.seen) == 1
 
 
 @pytest.mark.parametrize("how", ["finished", "preempted", "back", "another"])
-def test_who_has_gone_since_is_left_out_of_a_late_look(
+def test_a_late_view_has_no_request_that_has_left_its_slot(
     runner: Any, batch: Any, is_idle: Any, how: str
 ) -> None:
     """Its slot may contain the text of another request, which may even have the same id."""
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     if how in ("finished", "preempted"):
-        rest(speculator, batch_of_a(batch), **{how: "b"})
+        rest(speculator, batch_of(a=2), **{how: "b"})
     elif how == "back":
         rest(speculator, batch, preempted="b")
         rest(speculator, batch, new("b"))
     else:
         rest(speculator, batch, new("b"), finished="b")
     counts[0].there = True
-    rest(speculator, batch_of_a(batch))
+    rest(speculator, batch_of(a=2))
     (seen,) = proposer.seen
     assert [request.req_id for request in seen.requests] == ["a"]
     assert not seen.decodes_only  # the step's time includes rows of b

@@ -37,7 +37,7 @@ def test_nodes_count_by_depth_while_they_pay() -> None:
     assert read.tolist() == [0.5, 3.0, 100.0]
 
 
-def test_kinds_and_trees_are_averaged() -> None:
+def test_requests_and_trees_are_averaged() -> None:
     branches = one_tree()
     assert branches.worth(1, 0.0, RANDOM).tolist() == [0.0, 0.0, 0.0]
     branches.add([1], [0.1], [1], 300, random=True)
@@ -51,7 +51,7 @@ def foreseen(branches: BranchStatistics | None, target: list[tuple[float, float]
     return forecast(known, Load(1, [4], GREEDY, 30.0), branches)
 
 
-def test_what_trees_bring_is_foreseen() -> None:
+def test_nodes_beside_the_chain_raise_the_forecast() -> None:
     free = [(1, 0.03), (64, 0.03)]
     chains, trees = foreseen(None, free), foreseen(one_tree(), free)
     assert all(np.array(trees.rates) > chains.rates)
@@ -83,7 +83,7 @@ def test_a_drafter_that_pays_with_trees_alone_is_kept() -> None:
     assert regimes == [True, False]
 
 
-def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
+def test_seconds_of_a_tree() -> None:
     """Trees that were found but not trimmed count only the time to find them."""
     branches = one_tree()
     assert branches.seconds == 0.0
@@ -96,7 +96,7 @@ def test_what_a_tree_takes_is_what_finding_and_trimming_take() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_what_is_beside_a_chain_is_worth_drafting_on(early: bool) -> None:
+def test_nodes_beside_a_chain_make_it_longer(early: bool) -> None:
     """With nodes beside it, a chain is drafted further than it would be alone."""
     branches = BranchStatistics()
     branches.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)

@@ -11,6 +11,7 @@ import pytest
 import reference as ref
 import torch
 from goodness import follows
+from test_layout import paths_of
 from toy_worlds import World, worlds
 
 from vllm_hetero_spec.draft.sampling import Arrivals
@@ -156,7 +157,7 @@ def test_values_of_translated_text() -> None:
         assert sum(masses) == pytest.approx(1 - first)
         texts = [world.pair.tau(world.pair.spell(path)) for path in paths]
         tree = ScoredTree.spelt(texts, masses)
-        spelt = paths_of(tree)
+        spelt = paths_of(tree.tokens, tree.parents)
         assert len(set(spelt)) == len(spelt)
         for path, value in zip(spelt, tree.values, strict=True):
             starts = [text[: len(path)] == path for text in texts]
@@ -166,13 +167,6 @@ def test_values_of_translated_text() -> None:
         few = list(growth.leaves(5))
         assert sum(mass for _, mass in few) == pytest.approx(1 - first)
         assert sum(len(path) == 3 for path, _ in few) == 5
-
-
-def paths_of(tree: ScoredTree) -> list[Path]:
-    paths: list[Path] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 def check_shares(tree: ScoredTree) -> None:
@@ -247,7 +241,7 @@ def test_a_race_tree_of_the_target_itself() -> None:
     for feed, node in growth.feeds.items():
         assert feed == (growth.tree.tokens[node], growth.tree.parents[node])
     batch = TreeBatch.of(torch.tensor([0, *tree.tokens]), [tree.parents])
-    paths = [(), *paths_of(tree)]
+    paths = [(), *paths_of(tree.tokens, tree.parents)]
     places = torch.tensor([place + len(path) for path in paths])
     won = race(torch.stack(list(map(row, paths))), torch.full_like(places, seed), places)
     verdict = greedy_walk(batch, won)

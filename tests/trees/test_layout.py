@@ -278,7 +278,7 @@ def test_a_layout(seed: int, branches: int, rows: int) -> None:
 
 
 def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the path of each node, or () for a row that is no node."""
+    """Return the tokens from the root to each node, or () for a row that is no node."""
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
         above = paths[parent] if parent >= 0 else ()

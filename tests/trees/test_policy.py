@@ -100,7 +100,7 @@ def test_free_rows_have_trees() -> None:
     assert sum(plan.trees.paths == 2 and not plan.trees.looks for plan in plans) > 150
 
 
-def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
+def test_plans_with_expensive_rows_are_those_of_chains() -> None:
     """If rows are expensive, no tree is searched for, and every plan equals that without trees."""
     ours, chains = Engine(row=0.008), Engine(row=0.008, width=0)
     assert any(max(plan.lookahead) for plan in ours.run(300))
@@ -109,7 +109,7 @@ def test_dear_rows_have_the_chains_of_an_engine_without_trees() -> None:
     assert ours.looking == 0.0
 
 
-def test_without_room_there_are_the_chains_of_an_engine_without_trees() -> None:
+def test_plans_without_room_are_those_of_chains() -> None:
     """Without room for trees, no tree is searched for or expected, whatever was measured before."""
     ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
     ours.choice.branches.room = False
@@ -134,7 +134,7 @@ def test_the_first_probe_of_an_untimed_drafter_is_a_chain() -> None:
 
 
 @pytest.mark.parametrize("tree", [0.0002, 0.002])
-def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> None:
+def test_useless_trees_are_searched_for_now_and_then(tree: float) -> None:
     engine = Engine(row=0.0003, tree=tree, beside=BAD)
     plans = engine.run(1500)
     assert all(plan.trees.looks for plan in plans if plan.trees.paths)
@@ -143,7 +143,7 @@ def test_trees_that_bring_nothing_are_looked_at_now_and_then(tree: float) -> Non
     assert engine.looking <= 0.005 * engine.clock.now + 3 * engine.batch * tree
 
 
-def test_looks_do_not_make_chains_dear() -> None:
+def test_tree_rounds_do_not_change_the_cost_of_chains() -> None:
     """The additional time of tree rounds is not counted as cost of chains.
 
     Otherwise chains would seem not to pay.
@@ -156,7 +156,7 @@ def test_looks_do_not_make_chains_dear() -> None:
     assert sum(plan.trees.looks for plan in engine.plans) > 3
 
 
-def test_a_change_is_seen() -> None:
+def test_the_policy_follows_a_change() -> None:
     """The policy follows a change of the nodes beside chains, in both directions."""
     engine = Engine(row=0.0003, beside=BAD)
     engine.run(300)
@@ -168,7 +168,7 @@ def test_a_change_is_seen() -> None:
     assert sum(plan.trees.paths > 0 for plan in engine.run(100)) < 20
 
 
-def test_trees_that_take_longer_than_they_bring_are_left_alone() -> None:
+def test_no_trees_if_their_search_takes_too_long() -> None:
     plans = Engine(row=0.0003, tree=0.02).run(600)[20:]
     assert sum(plan.trees.paths > 0 for plan in plans) <= 3
 
@@ -187,7 +187,7 @@ def test_other_paths_are_drafted_where_they_are_nearly_free() -> None:
     assert paths == [{3}, {2}, {1}, {3}]
 
 
-def test_what_is_beside_chains_does_not_make_drafts_seem_worse() -> None:
+def test_nodes_beside_chains_do_not_lower_the_forecast() -> None:
     """The second row is free and later ones are expensive, so few nodes of a tree are kept."""
     target = [(1, PLAIN), (2, PLAIN), (3, 1.1 * PLAIN), (8, 2 * PLAIN), (64, 16 * PLAIN)]
     costs = CostModel(target, [(1, STEP), (64, STEP)], overhead=[(1, AROUND), (64, AROUND)])

@@ -42,9 +42,15 @@ def choices(tree: PricedTree) -> list[list[bool]]:
     found = []
     for count in range(size + 1):
         for nodes in map(set, combinations(range(size), count)):
-            if all(tree.parents[node] in nodes | {-1} for node in nodes):
-                found.append([node in nodes for node in range(size)])
+            kept = [node in nodes for node in range(size)]
+            if with_ancestors(tree, kept):
+                found.append(kept)
     return found
+
+
+def with_ancestors(tree: PricedTree, kept: list[bool]) -> bool:
+    pairs = zip(tree.parents, kept, strict=True)
+    return all(parent < 0 or kept[parent] for parent, keep in pairs if keep)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -59,7 +65,7 @@ def test_the_best_tree_at_given_prices(again: bool) -> None:
         assert worth(tree, kept, lambda rows: rows * row) == pytest.approx(best, abs=1e-12)  # noqa: B023
 
 
-def test_no_side_is_opened_where_it_costs_too_much() -> None:
+def test_no_branch_where_it_costs_too_much() -> None:
     tree = PricedTree([-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.3], 1.0, [1] * 4)
     assert worth_their_rows(tree, 0.1) == [True, False, True, False]
     assert worth_their_rows(tree._replace(branch=0.1), 0.1) == [True] * 4
@@ -69,7 +75,7 @@ def test_no_side_is_opened_where_it_costs_too_much() -> None:
     assert worth_their_rows(deeper, 0.1) == [False, True, False, True]
 
 
-def test_rows_of_a_batch_are_one_queue() -> None:
+def test_the_most_valuable_nodes_of_a_batch_are_kept() -> None:
     """If each further row costs more, the most valuable nodes are kept until they no longer pay."""
     generator = np.random.default_rng(2)
     for _ in range(50):
@@ -85,17 +91,10 @@ def test_rows_of_a_batch_are_one_queue() -> None:
             reverse=True,
         )
         assert chosen == queue[:found]
-        assert all(keep in choices_of(tree, keep) for tree, keep in zip(trees, kept, strict=True))
+        assert all(map(with_ancestors, trees, kept))
 
 
-def choices_of(tree: PricedTree, kept: list[bool]) -> list[list[bool]]:
-    """Return a list with the choice itself if it includes all ancestors."""
-    nodes = enumerate(kept)
-    closed = all(tree.parents[node] < 0 or kept[tree.parents[node]] for node, keep in nodes if keep)
-    return [kept] if closed else []
-
-
-def test_sides_and_rising_rows_together() -> None:
+def test_prices_of_branches_and_rising_prices_of_rows() -> None:
     """The choice is near the best one, and never worse than keeping nothing."""
     generator = np.random.default_rng(3)
     lost = gained = 0.0
@@ -114,7 +113,7 @@ def test_sides_and_rising_rows_together() -> None:
     assert lost < 0.01 * gained
 
 
-def test_equal_rows_make_chains_where_they_are_dear() -> None:
+def test_trees_become_chains_where_rows_are_expensive() -> None:
     """Trees become chains if rows are expensive, and stay whole if rows are free."""
     generator = np.random.default_rng(4)
     tree = random_tree(generator, 12, 0.0, again=False)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from test_layout import paths_of
 from toys import toy
 
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
@@ -27,7 +28,7 @@ def opened(bridge: Bridge, text: Sequence[int]) -> Context:
     return context
 
 
-def test_a_token_is_worth_all_texts_that_begin_with_it(bridge: Bridge) -> None:
+def test_the_value_of_a_token_is_that_of_all_texts_that_begin_with_it(bridge: Bridge) -> None:
     """The letters after the drafter's "a" determine if it is a part of "ab", "abc" or neither."""
     growth = TreeBuilder()
     (a, de) = growth.offer(ROOT, [0, 9], [0.6, 0.3])
@@ -35,19 +36,12 @@ def test_a_token_is_worth_all_texts_that_begin_with_it(bridge: Bridge) -> None:
     growth.offer(b, [2, 4], [0.9, 0.1])
     growth.offer(de, [5], [1.0])
     (tree,) = text_trees([growth], [opened(bridge, [8, 6])], [9], bridge.to_target, 20)
-    worth = dict(zip(paths_of(tree), tree.values, strict=True))
+    worth = dict(zip(paths_of(tree.tokens, tree.parents), tree.values, strict=True))
     assert worth == pytest.approx(
         {(10,): 0.27, (9,): 0.03, (9, 4): 0.03, (0,): 0.3, (0, 3): 0.3}
         | {(3,): 0.3, (3, 4): 0.3, (3, 4, 5): 0.3}
     )
     assert tree.values == sorted(tree.values, reverse=True)
-
-
-def paths_of(tree: ScoredTree) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 def test_requests_are_translated_together(bridge: Bridge) -> None:
@@ -68,7 +62,11 @@ def test_requests_are_translated_together(bridge: Bridge) -> None:
     contexts = [opened(bridge, [8, 6]), opened(bridge, [8]), opened(bridge, [8, 0])]
     trees = text_trees([first, nothing, last], contexts, [4, 4, 2], to_target, 20)
     assert calls == [4]
-    assert [paths_of(tree) for tree in trees] == [[(0,), (1,)], [], [(3,), (3, 4)]]
+    assert [paths_of(tree.tokens, tree.parents) for tree in trees] == [
+        [(0,), (1,)],
+        [],
+        [(3,), (3, 4)],
+    ]
 
 
 def test_siblings_of_a_chain(bridge: Bridge) -> None:
@@ -78,7 +76,7 @@ def test_siblings_of_a_chain(bridge: Bridge) -> None:
     assert None not in [growth.to_feed(path) for path in ([0, 1, 2], [0, 1, 3], [0, 3], [9])]
     assert growth.to_feed([0, 1]) is None  # it has been fed already
     (tree,) = text_trees([growth], [opened(bridge, [8])], [9], bridge.to_target, 20)
-    worth = dict(zip(paths_of(tree), tree.values, strict=True))
+    worth = dict(zip(paths_of(tree.tokens, tree.parents), tree.values, strict=True))
     # The rows do not contain what else may follow "ab" and "a", so these are leaves too.
     assert worth == pytest.approx(
         {(10,): 0.8 * 0.7 * 0.6, (9,): 0.8 * 0.7 * 0.4, (9, 3): 0.8 * 0.7 * 0.3}
@@ -86,9 +84,9 @@ def test_siblings_of_a_chain(bridge: Bridge) -> None:
     )
 
 
-def test_what_the_target_says_of_a_tree() -> None:
+def test_nodes_that_the_target_has_tested() -> None:
     tree = ScoredTree.spelt([[1, 2], [1, 3], [4]], [0.3, 0.2, 0.25]).best(9)
-    assert paths_of(tree) == [(1,), (1, 2), (4,), (1, 3)]
+    assert paths_of(tree.tokens, tree.parents) == [(1,), (1, 2), (4,), (1, 3)]
     children = tree.children()
     assert children.parent.tolist() == [0, 1, 0, 1]
     assert children.rank.tolist() == [0, 0, 1, 1]

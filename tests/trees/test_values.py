@@ -77,7 +77,7 @@ def test_what_is_learnt_is_near_the_truth(weights: tuple[float, ...], together: 
     assert loss(ChildChances(GREEDY_PRIOR), test) > loss(truth, test) + 0.04
 
 
-def test_what_was_learnt_is_forgotten() -> None:
+def test_a_change_of_the_text_is_learnt() -> None:
     """After the text changes, the new distribution is learned nearly as fast as the first one."""
     generator = np.random.default_rng(2)
     learnt = ChildChances(GREEDY_PRIOR)
@@ -90,7 +90,7 @@ def test_what_was_learnt_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("prior", [GREEDY_PRIOR, RACE_PRIOR])
-def test_nothing_makes_it_run_away(prior: tuple[float, ...]) -> None:
+def test_weights_stay_finite_under_surprises(prior: tuple[float, ...]) -> None:
     """Weights stay finite and shares stay shares under repeated surprises.
 
     Surprises include certain children that never come next.
@@ -109,7 +109,7 @@ def test_nothing_makes_it_run_away(prior: tuple[float, ...]) -> None:
     learnt.observe(nothing, nothing, nothing, np.zeros((0, 2)), nothing.astype(bool))
 
 
-def test_what_was_learnt_comes_back() -> None:
+def test_restored_values_have_less_weight() -> None:
     """Restored values have less weight, so that new evidence changes them faster."""
     generator, values = np.random.default_rng(6), TreeValues.unknown()
     for _ in range(40):

@@ -137,7 +137,8 @@ def test_a_race_gives_the_same_with_any_tree() -> None:
     """The reference walk and the batched walk agree; the output has the target's distribution."""
     world, seeds = worlds(1)[0], 3000
     size = len(world.pair.target)
-    rows = {c: torch.tensor(world.p(c)).float() for n in range(4) for c in paths(size, n)}
+    texts = [text for n in range(4) for text in product(range(size), repeat=n)]
+    rows = {text: torch.tensor(world.p(text)).float() for text in texts}
     generator = np.random.default_rng(5)
     found: Counter[Path] = Counter()
     for seed in range(seeds):
@@ -159,10 +160,6 @@ def test_a_race_gives_the_same_with_any_tree() -> None:
         emitted = int(verdict.accepted[0]) + 1
         assert verdict.tokens[0, :emitted].tolist() == list(alone[:emitted])
     assert follows(found, world.target_law(length=3))
-
-
-def paths(size: int, length: int) -> list[Path]:
-    return list(product(range(size), repeat=length))
 
 
 # ------------------------------------------------------------------------------- on tensors

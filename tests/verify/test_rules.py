@@ -58,6 +58,11 @@ def drawn_batch(copies: int, seed: int = 3, places: torch.Tensor | None = None) 
     )
 
 
+def target_rows(copies: int) -> torch.Tensor:
+    """Return the target's rows for the draft tokens of as many drafts."""
+    return torch.tensor(P[:3], dtype=torch.float32).repeat(copies, 1)
+
+
 def drawn(rows: np.ndarray, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).choice(4, size=COPIES, p=rows))
 
@@ -81,7 +86,7 @@ def test_law_of_a_batch(rule: str) -> None:
     """A large batch of equal requests emits tokens with the exact distribution."""
     batched, readable = RULES[rule]
     drafts = drawn_batch(COPIES)
-    p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
+    p = target_rows(COPIES)
 
     def emitted(drafts: DraftBatch) -> Counter:
         verdict = batched(drafts, p, drawn(P[3], 1))
@@ -165,23 +170,16 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
 
 
 @pytest.mark.parametrize("rule", BATCHED)
-def test_rows_may_lie_in_several_tables(rule: str) -> None:
-    """Each drafting round has its own table of rows; verdicts are the same as with one table."""
-    drafts = drawn_batch(700)
+def test_tables_and_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts are the same if a few rows are processed at a time.
+
+    They are also the same if each drafting round has its own table of rows.
+    """
+    drafts, p, bonus = drawn_batch(700), target_rows(700), drawn(P[3], 1)[:700]
+    whole = BATCHED[rule](drafts, p, bonus).tokens
     (rows,) = drafts.draft_probs
     rounds = dataclasses.replace(drafts, draft_probs=[rows[:1], rows[1:]])
-    p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
-    one, two = (BATCHED[rule](of, p, drawn(P[3], 1)[:700]) for of in (drafts, rounds))
-    assert torch.equal(one.tokens, two.tokens)
-
-
-@pytest.mark.parametrize("rule", BATCHED)
-def test_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processing a few rows at a time gives the same verdicts from the same random numbers."""
-    drafts = drawn_batch(700)
-    p = torch.tensor(P[:3], dtype=torch.float32).repeat(700, 1)
-    bonus = drawn(P[3], 1)[:700]
-    whole = BATCHED[rule](drafts, p, bonus).tokens
+    assert torch.equal(BATCHED[rule](rounds, p, bonus).tokens, whole)
     for cells in (1, 30, 1000):
         monkeypatch.setattr(noise, "_CELLS_ON_CPU", cells)
         assert torch.equal(BATCHED[rule](drafts, p, bonus).tokens, whole)
@@ -221,7 +219,7 @@ def test_numbers_depend_on_seed_place_purpose_and_index_alone() -> None:
     assert table[3, 2] == random_bits(keys[3:4], places[3:4], torch.tensor([2]))
 
 
-def test_numbers_are_uniform_however_they_are_asked_for() -> None:
+def test_numbers_are_uniform_along_seeds_places_and_indices() -> None:
     many, nought = torch.arange(COPIES), torch.zeros(COPIES, dtype=torch.int64)
     asked = [(many, nought, nought), (nought, many, nought), (nought, nought, many)]
     law = dict.fromkeys(range(16), 1 / 16)
@@ -235,9 +233,8 @@ def test_numbers_are_uniform_however_they_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_request_is_blind_to_its_neighbours(rule: str) -> None:
-    """The same seed and place give the same tokens in any batch."""
-    drafts, p = drawn_batch(50), torch.tensor(P[:3], dtype=torch.float32).repeat(50, 1)
+def test_the_same_seed_and_place_give_the_same_tokens_in_any_batch(rule: str) -> None:
+    drafts, p = drawn_batch(50), target_rows(50)
     together = RULES[rule][0](drafts, p, drawn(P[3], 1)[:50])
     for index in (0, 17, 49):
         part = slice(3 * index, 3 * index + 3)
@@ -249,10 +246,10 @@ def test_a_request_is_blind_to_its_neighbours(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_next_draft_does_not_know_how_the_last_one_fared(rule: str) -> None:
+def test_the_law_of_a_second_draft_does_not_depend_on_the_first(rule: str) -> None:
     """A rule may read noise after the accepted tokens; the next step does not use it again."""
     batched, readable = RULES[rule]
-    p = torch.tensor(P[:3], dtype=torch.float32).repeat(COPIES, 1)
+    p = target_rows(COPIES)
     first = batched(drawn_batch(COPIES), p, drawn(P[3], 1))
     second = batched(drawn_batch(COPIES, 4, first.accepted + 1), p, drawn(P[3], 2))
     expected = exact_law(readable, ROWS)
@@ -392,7 +389,7 @@ def test_a_race_depends_on_seed_place_and_row_alone() -> None:
 @pytest.mark.parametrize("divergence", ["js", "tv", "kl"])
 def test_fuzzy_at_zero_is_the_token_rule(divergence: str) -> None:
     drafts = drawn_batch(500)
-    p = torch.tensor(P[:3], dtype=torch.float32).repeat(500, 1)
+    p = target_rows(500)
     strict = token_rule(drafts, p, drawn(P[3], 1)[:500])
     found = fuzzy_rule(drafts, p, drawn(P[3], 1)[:500], divergence, 0.0)
     assert torch.equal(found.verdict.tokens, strict.tokens)
@@ -402,7 +399,7 @@ def test_fuzzy_at_zero_is_the_token_rule(divergence: str) -> None:
 
 def test_fuzzy_reports_what_it_gave_up() -> None:
     drafts = drawn_batch(2000)
-    p = torch.tensor(P[:3], dtype=torch.float32).repeat(2000, 1)
+    p = target_rows(2000)
     bonus = drawn(P[3], 1)[:2000]
     found = fuzzy_rule(drafts, p, bonus, "js", 10.0)
     tokens = drafts.padded(drafts.tokens, FILLER)
