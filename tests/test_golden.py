@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import advice_fakes
 import pytest
 from advice_fakes import ALONE, CONFIG, WORKER, World
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from recipes import build_bytes
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
@@ -24,7 +24,6 @@ from vllm_hetero_spec.cli import bench, doctor
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.text.token_bytes import BYTE_CHARACTERS
 
 GOLDEN = Path(__file__).parent / "golden"
 # Users have results of this suite from earlier versions. `bench` must not measure them again.
@@ -77,13 +76,7 @@ def agrees(name: str, found: str, folder: Path) -> None:
 def model(folder: Path, merges: str, special: Sequence[str]) -> str:
     """Write a folder with a byte-level tokenizer, a configuration and a dummy weight file."""
     folder.mkdir()
-    pairs = [tuple(merge.split()) for merge in merges.split(",")]
-    pieces = [*sorted(BYTE_CHARACTERS), *map("".join, pairs)]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    build_bytes(merges, special).save(str(folder / "tokenizer.json"))
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": special[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     (folder / "config.json").write_text(json.dumps(CONFIG))

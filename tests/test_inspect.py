@@ -7,18 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from recipes import altered, build_bytes
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.options import METHODS
-from vllm_hetero_spec.text.token_bytes import BYTE_CHARACTERS
 
 END = "<|endoftext|>"
 CHATML = (
@@ -36,18 +36,6 @@ HEADERS = (
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def bpe(merges: str, special: Sequence[str] = (END,), *, nfc: bool = False) -> Tokenizer:
-    """Return a byte-level BPE that merges across words. "he l" merges the pieces "he" and "l"."""
-    pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
-    pieces = [*sorted(BYTE_CHARACTERS), *map("".join, pairs)]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
-    tokenizer.normalizer = normalizers.NFC() if nfc else None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    return tokenizer
 
 
 def save(
@@ -68,8 +56,8 @@ def save(
 @pytest.fixture
 def pair(tmp_path: Path) -> list[str]:
     """Folders of a target with the token "hello" and a drafter with the tokens "he" and "lo"."""
-    target = bpe("h e,l l,he ll,hell o", (END, "<|user|>", "<|pad|>"))
-    drafter = bpe("h e,l o", (END, "<|user|>", "<s>"))
+    target = build_bytes("h e,l l,he ll,hell o", (END, "<|user|>", "<|pad|>"))
+    drafter = build_bytes("h e,l o", (END, "<|user|>", "<s>"))
     roles = {"eos_token": "<|user|>", "pad_token": "<|pad|>"}
     return [
         save(tmp_path / "target", target, roles, generation_config={"eos_token_id": [260, 261]}),
@@ -81,7 +69,7 @@ def pair(tmp_path: Path) -> list[str]:
 def tiny(tmp_path: Path) -> str:
     """Path of a tokenizer file."""
     file = tmp_path / "tiny.json"
-    bpe("h e").save(str(file))
+    build_bytes("h e", [END]).save(str(file))
     return str(file)
 
 
@@ -129,8 +117,8 @@ def test_figures_of_a_text_counted_by_hand(
 
 def test_boundaries_that_cross(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Target hel|lo, drafter he|llo: one of two tokens straddles a boundary on each side."""
-    target = save(tmp_path / "target", bpe("h e,he l,l o"))
-    drafter = save(tmp_path / "drafter", bpe("h e,l o,l lo"))
+    target = save(tmp_path / "target", build_bytes("h e,he l,l o", [END]))
+    drafter = save(tmp_path / "drafter", build_bytes("h e,l o,l lo", [END]))
     text = write(tmp_path / "text.jsonl", '{"prompt": "hello"}\n{"prompt": "hello"}\n')
     found = inspect(capsys, target, drafter, "--text", text)
     assert found["text"]["documents"] == 2
@@ -199,7 +187,9 @@ def test_rewriting_and_missing_characters(
     partial.normalizer = normalizers.Replace(" ", "▁")
     partial.decoder = decoders.Replace("▁", " ")
     drafter = save(tmp_path / "drafter", partial, {"unk_token": "<unk>"})
-    target = save(tmp_path / "target", bpe("", nfc=True))
+    target = save(
+        tmp_path / "target", altered(build_bytes("", [END]), normalizer=normalizers.NFC())
+    )
     text = write(tmp_path / "text.txt", "the cat\nthe ox\n\no\u0308 dots\n")
     found = inspect(capsys, target, drafter, "--text", text)
     assert found["text"]["lines"] == 3
@@ -262,9 +252,9 @@ def test_what_vllm_itself_makes_of_equal_tokenizers(
 def test_chat_templates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     special = (END, "<|user|>", "<|im_start|>", "<|im_end|>")
     chat = {"eos_token": END, "chat_template": CHATML}
-    target = save(tmp_path / "target", bpe("h e", special), chat)
-    other = save(tmp_path / "other", bpe("l o", special), chat | {"chat_template": HEADERS})
-    plain = save(tmp_path / "plain", bpe("l o", special))
+    target = save(tmp_path / "target", build_bytes("h e", special), chat)
+    other = save(tmp_path / "other", build_bytes("l o", special), chat | {"chat_template": HEADERS})
+    plain = save(tmp_path / "plain", build_bytes("l o", special))
     assert inspect(capsys, target, other)["bridge"]["chat_template"] == {
         "active": True,
         "reason": "",

@@ -4,10 +4,13 @@
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
-from vllm_hetero_spec.bench.plan import EngineId, Measurement
+from vllm_hetero_spec.bench.plan import EngineId, Measurement, make_plan
+from vllm_hetero_spec.bench.results import Contents, Results
+from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite, SuiteDrafter, Target
 
 # A valid suite file.
@@ -76,6 +79,7 @@ class Fakes:
         fail: Exception raised by a run, by method and number of the run, counted from 0.
         log: Pairs of "start", "run" or "close" and the engine's method.
         runners: Model runner of a method's engine; the default is "V2" for vLLM's engines.
+        failures: Cell and sentence of each failed run.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -86,6 +90,7 @@ class Fakes:
     loads: list[Load] = field(default_factory=list)
     runs: dict[str, int] = field(default_factory=dict)
     runners: dict[str, str] = field(default_factory=dict)
+    failures: list[tuple[str, str]] = field(default_factory=list)
 
     def start(self, engine: EngineId, **_: Any) -> "FakeEngine":
         self.log.append(("start", engine.method))
@@ -151,15 +156,13 @@ class FakeEngine:
         self.fakes.log.append(("close", self.engine.method))
 
 
+@dataclass
 class Silent:
-    """A reporter that prints nothing and keeps plans and failures."""
+    """A reporter that prints nothing and records failures."""
 
-    def __init__(self) -> None:
-        self.planned: list[Measurement] = []
-        self.failures: list[tuple[str, str]] = []
+    fakes: Fakes
 
-    def begin(self, runs: Collection[Measurement]) -> None:
-        self.planned = list(runs)
+    def begin(self, runs: Collection[Measurement]) -> None: ...
 
     def starting(self, engine: EngineId) -> None: ...
 
@@ -168,4 +171,15 @@ class Silent:
     def measured(self, run: Measurement, sample: Sample, seconds: float) -> None: ...
 
     def failed(self, run: Measurement, sentence: str) -> None:
-        self.failures.append((str(run.cell), sentence))
+        self.fakes.failures.append((str(run.cell), sentence))
+
+
+def measured(folder: Path, fakes: Fakes, asked: Suite = SUITE, at_once: int = 8) -> Contents:
+    """Run a suite on fakes in the same way as the command, and return its results."""
+    results = Results(folder, HEADER | {"digest": asked.digest, "suite": asked.described()})
+    try:
+        plan = make_plan(asked, at_once, lambda target, drafter: "they differ")
+        run_plan(plan, asked, results, fakes.start, Silent(fakes))
+    finally:
+        results.close()
+    return results.contents

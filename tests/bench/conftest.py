@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from advice_fakes import CONFIG
+from recipes import build_bytes
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-from vllm_hetero_spec.text.token_bytes import BYTE_CHARACTERS
+from tokenizers import decoders
 
 Make = Callable[..., str]
 
@@ -53,13 +52,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(name: str, merges: str, *, weights: bool = True, known: bool = True) -> str:
         folder = tmp_path / name
         folder.mkdir()
-        pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
-        pieces = [*sorted(BYTE_CHARACTERS), *map("".join, pairs)]
-        tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        if known:
-            tokenizer.decoder = decoders.ByteLevel()
-        else:  # the bytes of its tokens cannot be derived
+        tokenizer = build_bytes(merges)
+        if not known:  # the bytes of its tokens cannot be derived
             tokenizer.decoder = decoders.CTC()
         tokenizer.save(str(folder / "tokenizer.json"))
         told = {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -2,7 +2,7 @@
 """Every figure of a cell, against numbers worked out by hand."""
 
 import pytest
-from bench_fakes import sample, trace
+from bench_fakes import sample
 
 from vllm_hetero_spec.bench.figures import (
     figures_of,
@@ -139,7 +139,3 @@ def test_identical_counts_prompts_that_agree_in_every_round() -> None:
     assert identical([(alone, alone)]) == (3, 3)
     assert identical([(once, alone), (again, alone)]) == (1, 3)
     assert identical([]) is None
-
-
-def test_a_fake_trace_is_what_it_says() -> None:
-    assert trace([1, 2], 1.0).ttft == 0.5

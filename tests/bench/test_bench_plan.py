@@ -13,20 +13,17 @@ from vllm_hetero_spec.errors import ConfigError
 ALL = ("alone", "vllm_tli", "draft_model", "hf_alone", "hf_assisted")
 
 
-def differ(target: Target, drafter: SuiteDrafter) -> str | None:
-    return "they differ"
-
-
-def agree(target: Target, drafter: SuiteDrafter) -> str | None:
-    return None
-
-
 def methods(runs: list[Measurement]) -> list[str]:
     return [run.cell.engine.method for run in runs]
 
 
 def plan_of(asked: Suite, at_once: int = 8, only: str | None = None) -> Plan:
-    return make_plan(asked, at_once, differ, only)
+    return make_plan(asked, at_once, lambda target, drafter: "they differ", only)
+
+
+def engines(plan: Plan) -> list[list[str]]:
+    """Return the methods of the first group of each wave."""
+    return [[cell.engine.method for cell in wave.groups[0]] for wave in plan.waves]
 
 
 def test_rounds_are_interleaved_and_rotated() -> None:
@@ -63,12 +60,7 @@ def test_every_lookahead_and_drafter_is_an_engine() -> None:
 
 def test_alone_is_measured_though_not_asked_for() -> None:
     plan = plan_of(suite(peers=("hf_assisted",)))
-    assert [cell.engine.method for cell in plan.waves[0].groups[0]] == [
-        "alone",
-        "hf_alone",
-        "slem",
-        "hf_assisted",
-    ]
+    assert engines(plan) == [["alone", "hf_alone", "slem", "hf_assisted"]]
 
 
 def test_hugging_face_is_not_measured_beside_a_target_on_several_devices() -> None:
@@ -93,15 +85,14 @@ def test_what_cannot_be_measured_is_skipped_with_its_reason() -> None:
 
 
 def test_draft_model_runs_where_vocabularies_agree() -> None:
-    plan = make_plan(suite(peers=("alone", "draft_model")), 8, agree)
-    assert "draft_model" in {cell.engine.method for cell in plan.waves[0].groups[0]}
+    plan = make_plan(suite(peers=("alone", "draft_model")), 8, lambda target, drafter: None)
+    assert "draft_model" in engines(plan)[0]
     assert plan.skipped == {}
 
 
 def test_waves_have_a_reference_each() -> None:
     plan = plan_of(suite(peers=ALL), at_once=2)
-    engines = [[cell.engine.method for cell in wave.groups[0]] for wave in plan.waves]
-    assert engines == [
+    assert engines(plan) == [
         ["alone", "hf_alone"],
         ["alone", "slem"],
         ["alone", "vllm_tli"],
@@ -112,8 +103,7 @@ def test_waves_have_a_reference_each() -> None:
 
 def test_one_engine_at_a_time_has_waves_of_its_own() -> None:
     plan = plan_of(suite(peers=("alone", "vllm_tli")), at_once=1)
-    engines = [[cell.engine.method for cell in wave.groups[0]] for wave in plan.waves]
-    assert engines == [["alone"], ["slem"], ["vllm_tli"]]
+    assert engines(plan) == [["alone"], ["slem"], ["vllm_tli"]]
 
 
 def test_each_target_has_waves_of_its_own() -> None:
@@ -125,11 +115,7 @@ def test_each_target_has_waves_of_its_own() -> None:
 
 def test_only_brings_the_references_along() -> None:
     plan = plan_of(suite(peers=ALL), only="assisted/*/t0")
-    assert {cell.engine.method for cell in plan.waves[0].groups[0]} == {
-        "alone",
-        "hf_alone",
-        "hf_assisted",
-    }
+    assert engines(plan) == [["alone", "hf_alone", "hf_assisted"]]
     plan = plan_of(suite(batch_sizes=(1, 2)), only="slem*/b2/")
     assert [str(cell) for group in plan.waves[0].groups for cell in group] == [
         "big/alone/code/b2/t0",

@@ -3,35 +3,21 @@
 
 import dataclasses
 import io
-import json
 from pathlib import Path
 
 import pytest
-from bench_fakes import HEADER, SUITE, Fakes, Silent, suite
+from bench_fakes import HEADER, SUITE, Fakes, measured, suite
 from rich.console import Console
 
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.plan import make_plan
 from vllm_hetero_spec.bench.plots import write_plots
-from vllm_hetero_spec.bench.report import markdown, notes, print_speed, write_report
-from vllm_hetero_spec.bench.results import Contents, Results, read_results
-from vllm_hetero_spec.bench.run import run_plan
-from vllm_hetero_spec.bench.suite import Suite
-from vllm_hetero_spec.bench.values import optional
+from vllm_hetero_spec.bench.report import markdown, notes, print_speed
+from vllm_hetero_spec.bench.results import read_results
 from vllm_hetero_spec.errors import ConfigError
 
 # 8 tokens per run: 4, 2 and 8 tokens per second alone, 8 with the method.
 SECONDS = {"alone": [2.0, 4.0, 1.0], "slem": [1.0]}
-
-
-def measured(folder: Path, fakes: Fakes, asked: Suite = SUITE) -> Contents:
-    """Return the results of a suite on fakes."""
-    results = Results(folder, HEADER | {"digest": asked.digest, "suite": asked.described()})
-    plan = make_plan(asked, 8, lambda target, drafter: "they differ")
-    run_plan(plan, asked, results, fakes.start, Silent())
-    results.close()
-    return results.contents
 
 
 def row_of(rows: list[Row], method: str) -> Row:
@@ -146,18 +132,6 @@ def test_failures_and_what_is_not_measured_are_told(tmp_path: Path) -> None:
     assert "## Speculation" not in text
 
 
-def test_the_summary_has_every_figure(tmp_path: Path) -> None:
-    contents = measured(tmp_path, Fakes(SECONDS))
-    write_report(tmp_path, contents)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    found = summary["rows"][1]
-    assert found["name"] == "big/slem/small/k4/code/b1/t0"
-    assert (found["method"], found["lookahead"], found["batch_size"]) == ("slem", 4, 1)
-    assert found["speedup"]["median"] == pytest.approx(2.0)
-    assert found["figures"]["acceptance_per_position"] == [0.75, 0.5, 0.25]
-    assert found["figures"]["peak_memory_bytes"] == 3 << 20
-
-
 def test_repaired_sampling_is_told_where_it_was_needed(tmp_path: Path) -> None:
     asked = suite(peers=("alone", "vllm_tli"), temperatures=(0.0, 1.0))
     contents = measured(tmp_path / "a", Fakes(), asked)
@@ -228,8 +202,3 @@ def test_only_pictures_with_figures_are_drawn(tmp_path: Path) -> None:
     contents = measured(tmp_path, Fakes(refuse={"slem": MeasurementError("no memory")}))
     written = write_plots(tmp_path, rows_of(contents))
     assert [path.name for path in written] == ["users-and-throughput-big.png"]
-
-
-def test_a_library_that_is_not_installed_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="drawing needs absent_library: `pip install absent_li"):
-        optional("absent_library.part", "drawing")

@@ -4,26 +4,11 @@
 from pathlib import Path
 
 import pytest
-from bench_fakes import HEADER, PROMPTS, SUITE, Fakes, Silent, suite
+from bench_fakes import PROMPTS, Fakes, measured, suite
 
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.plan import make_plan
-from vllm_hetero_spec.bench.results import Contents, Results, read_results
-from vllm_hetero_spec.bench.run import run_plan
-from vllm_hetero_spec.bench.suite import Suite
+from vllm_hetero_spec.bench.results import Contents, read_results
 from vllm_hetero_spec.errors import ConfigError
-
-
-def go(folder: Path, fakes: Fakes, asked: Suite = SUITE, at_once: int = 8) -> Silent:
-    """Run a suite on fakes in the same way as the command."""
-    reporter = Silent()
-    results = Results(folder, HEADER | {"digest": asked.digest})
-    try:
-        plan = make_plan(asked, at_once, lambda target, drafter: "they differ")
-        run_plan(plan, asked, results, fakes.start, reporter)
-    finally:
-        results.close()
-    return reporter
 
 
 def recorded(contents: Contents) -> list[tuple[str, int]]:
@@ -32,7 +17,7 @@ def recorded(contents: Contents) -> list[tuple[str, int]]:
 
 def test_engines_start_before_anything_is_measured_and_end_after(tmp_path: Path) -> None:
     fakes = Fakes()
-    go(tmp_path, fakes)
+    measured(tmp_path, fakes)
     assert fakes.log == [
         ("start", "alone"), ("start", "slem"),
         ("run", "alone"), ("run", "slem"),
@@ -47,7 +32,7 @@ def test_engines_start_before_anything_is_measured_and_end_after(tmp_path: Path)
 
 def test_alone_stays_up_from_wave_to_wave(tmp_path: Path) -> None:
     fakes = Fakes()
-    go(tmp_path, fakes, suite(peers=("alone", "vllm_tli"), repeats=1), at_once=2)
+    measured(tmp_path, fakes, suite(peers=("alone", "vllm_tli"), repeats=1), at_once=2)
     assert fakes.log == [
         ("start", "alone"), ("start", "slem"), ("run", "alone"), ("run", "slem"),
         ("close", "slem"),
@@ -58,7 +43,7 @@ def test_alone_stays_up_from_wave_to_wave(tmp_path: Path) -> None:
 
 def test_loads_are_the_suites_and_seeds_the_rounds(tmp_path: Path) -> None:
     fakes = Fakes()
-    go(tmp_path, fakes, suite(seed=7, max_tokens=5, top_p=0.5, ignore_eos=True))
+    measured(tmp_path, fakes, suite(seed=7, max_tokens=5, top_p=0.5, ignore_eos=True))
     assert {load.prompts for load in fakes.loads} == {PROMPTS}
     assert [load.seed for load in fakes.loads] == [7, 7, 9, 9, 11, 11]
     first = fakes.loads[0]
@@ -67,23 +52,26 @@ def test_loads_are_the_suites_and_seeds_the_rounds(tmp_path: Path) -> None:
 
 def test_without_a_seed_nothing_is_seeded(tmp_path: Path) -> None:
     fakes = Fakes()
-    go(tmp_path, fakes, suite(seed=None))
+    measured(tmp_path, fakes, suite(seed=None))
     assert {load.seed for load in fakes.loads} == {None}
 
 
-def test_an_interruption_keeps_what_is_done_and_ends_engines(tmp_path: Path) -> None:
-    fakes = Fakes(fail={("slem", 1): KeyboardInterrupt()})
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, fakes)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_interruption_or_a_bug_keeps_what_is_done_and_ends_engines(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    fakes = Fakes(fail={("slem", 1): error()})
+    with pytest.raises(error):
+        measured(tmp_path, fakes)
     assert fakes.up == []
     assert recorded(read_results(tmp_path)) == [("alone", 0), ("slem", 0)]
 
 
 def test_a_rerun_measures_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, Fakes(fail={("alone", 1): KeyboardInterrupt()}))
+        measured(tmp_path, Fakes(fail={("alone", 1): KeyboardInterrupt()}))
     again = Fakes()
-    go(tmp_path, again)
+    measured(tmp_path, again)
     # Only `alone` was missing in round 1.
     assert again.order() == ["alone", "alone", "slem"]
     done = read_results(tmp_path)
@@ -91,31 +79,15 @@ def test_a_rerun_measures_what_is_missing(tmp_path: Path) -> None:
     assert [r.session for r in done.samples] == [0, 0, 0, 1, 1, 1]
 
 
-def test_the_rest_of_a_round_is_compared_with_a_new_reference(tmp_path: Path) -> None:
-    asked = suite(peers=("alone", "vllm_tli"), repeats=1)
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, Fakes(fail={("vllm_tli", 0): KeyboardInterrupt()}), asked)
-    again = Fakes()
-    go(tmp_path, again, asked)
-    assert again.order() == ["alone", "vllm_tli"]
-
-
-def test_a_finished_suite_starts_nothing(tmp_path: Path) -> None:
-    go(tmp_path, Fakes())
-    again = Fakes()
-    go(tmp_path, again)
-    assert again.log == []
-
-
 def test_a_failing_cell_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
     asked = suite(temperatures=(0.0, 1.0), repeats=2)
     fakes = Fakes(fail={("slem", 0): MeasurementError("the engine died")})
-    reporter = go(tmp_path, fakes, asked)
+    measured(tmp_path, fakes, asked)
     contents = read_results(tmp_path)
     assert {str(cell): why for cell, why in contents.errors.items()} == {
         "big/slem/small/k4/code/b1/t0": "the engine died"
     }
-    assert reporter.failures == [("big/slem/small/k4/code/b1/t0", "the engine died")] * 2
+    assert fakes.failures == [("big/slem/small/k4/code/b1/t0", "the engine died")] * 2
     # The engine is started again for its other cell, whose rounds all run.
     assert fakes.order("start") == ["alone", "slem", "slem"]
     assert fakes.order().count("slem") == 2
@@ -126,7 +98,7 @@ def test_a_failing_cell_is_recorded_and_the_rest_runs(tmp_path: Path) -> None:
 def test_a_refused_load_leaves_the_engine_up(tmp_path: Path) -> None:
     asked = suite(temperatures=(0.0, 1.0), repeats=1)
     fakes = Fakes(fail={("slem", 0): ConfigError("the prompt is too long")})
-    go(tmp_path, fakes, asked)
+    measured(tmp_path, fakes, asked)
     assert fakes.order("start") == ["alone", "slem"]
     assert list(read_results(tmp_path).errors.values()) == ["the prompt is too long"]
 
@@ -137,34 +109,27 @@ def test_an_engine_that_does_not_start_fails_all_its_cells(
 ) -> None:
     asked = suite(temperatures=(0.0, 1.0))
     fakes = Fakes(refuse={"slem": error})
-    reporter = go(tmp_path, fakes, asked)
+    measured(tmp_path, fakes, asked)
     assert fakes.order("start") == ["alone", "slem"]
     assert fakes.order() == ["alone"] * 6
-    assert len(reporter.failures) == 6
+    assert len(fakes.failures) == 6
     assert list(read_results(tmp_path).errors.values()) == [str(error)] * 2
 
 
 def test_failed_cells_are_tried_again(tmp_path: Path) -> None:
-    go(tmp_path, Fakes(refuse={"slem": MeasurementError("no memory")}))
+    measured(tmp_path, Fakes(refuse={"slem": MeasurementError("no memory")}))
     assert len(read_results(tmp_path).errors) == 1
     again = Fakes()
-    go(tmp_path, again)
+    measured(tmp_path, again)
     contents = read_results(tmp_path)
     assert contents.errors == {}
     assert again.order() == ["alone", "slem", "slem", "alone", "alone", "slem"]
 
 
-def test_other_errors_are_bugs_and_end_engines(tmp_path: Path) -> None:
-    fakes = Fakes(fail={("slem", 0): ZeroDivisionError()})
-    with pytest.raises(ZeroDivisionError):
-        go(tmp_path, fakes)
-    assert fakes.up == []
-
-
 def test_skipped_cells_are_recorded_once(tmp_path: Path) -> None:
     asked = suite(peers=("alone", "draft_model"))
-    go(tmp_path, Fakes(), asked)
-    go(tmp_path, Fakes(), asked)
+    measured(tmp_path, Fakes(), asked)
+    measured(tmp_path, Fakes(), asked)
     text = (tmp_path / "results.jsonl").read_text()
     assert text.count('"skipped", ') == 1
     assert list(read_results(tmp_path).skipped.values()) == ["they differ"]

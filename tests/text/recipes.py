@@ -194,12 +194,14 @@ def build_characters(**options: Any) -> Tokenizer:
     return tokenizer
 
 
-def build_bytes() -> Tokenizer:
-    """Byte-level BPE without merges: 256 tokens and nothing else."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+def build_bytes(merges: str = "", special: Sequence[str] = ()) -> Tokenizer:
+    """Byte-level BPE that merges across words: 256 bytes, and merges such as "h e,he l"."""
+    pairs = [tuple(merge.split()) for merge in merges.split(",") if merge]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, pairs)]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     return tokenizer
 
 

@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from test_retokenization import PAIRS, target_ids, walk
+from contexts import PAIRS, opened, target_ids, walk
 
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.context import IdentityContext
@@ -62,8 +62,7 @@ def test_of_a_long_prompt_the_end_is_read(
     target, drafter = family[pair[0]], family[pair[1]]
     bridge = make_bridge(target, drafter, mode="text")
     ids = target_ids(target, TEXT)
-    whole = bridge.open()
-    whole.append(ids)
+    whole = opened(bridge, ids)
     encoded: list[int] = []
     encode = type(drafter).encode_batch
 

@@ -3,12 +3,12 @@
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from contexts import opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, processors
@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.chat_bridge import ChatTemplateBridge, Marker
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 Messages = list[dict[str, str]]
@@ -215,14 +214,6 @@ def bridged(target: Side, drafter: Side, **changes: Any) -> Bridge:
     return make_bridge(target.text, drafter.text, **({"chats": chats, "mode": "text"} | changes))
 
 
-def opened(bridge: Bridge, ids: Sequence[int]) -> TextContext:
-    context = bridge.open()
-    bridge.extend([context], [ids])
-    assert isinstance(context, TextContext)
-    assert not context.broken
-    return context
-
-
 def said_by(target: str, messages: Messages) -> Messages:
     """Return the conversation with the text that the target's template adds as a system turn."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
@@ -328,20 +319,21 @@ def test_text_that_looks_like_a_marker_stays_text(sides: dict[str, Side]) -> Non
     assert context.ids.count(ours.text.special_id_of["<|assistant|>"]) == 1
 
 
+def assert_no_conversation(theirs: Side, ours: Side, ids: list[int]) -> None:
+    """Assert that no markers are found, and that the drafter reads the ids as without templates."""
+    bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
+    unbridged.special = bridge.special  # both translate the ends of turns
+    assert opened(bridge, ids).ids == opened(unbridged, ids).ids
+    assert bridge.chat.split(ids) is None
+
+
 def test_markers_of_mere_text_count_only_in_their_place(sides: dict[str, Side]) -> None:
     theirs, ours = sides["plain"], sides["chatml"]
-    bridge = bridged(theirs, ours)
-    unbridged = bridged(theirs, ours, chats=None)
     for text in ("Note\n# user: me\n", " # user: me", "x# user: y\n# assistant: z\n"):
-        ids = theirs.encode(text)
-        assert opened(bridge, ids).ids == opened(unbridged, ids).ids
-        assert bridge.chat.split(ids) is None
-    context = opened(bridge, theirs.ids([{"role": "user", "content": "who is # user: x\n\n?"}]))
+        assert_no_conversation(theirs, ours, theirs.encode(text))
     told = [{"role": "user", "content": "who is # user: x\n\n?"}]
-    assert (
-        settled(ours.text, context.ids)
-        == settled(ours.text, own_ids(ours, told))[-len(settled(ours.text, context.ids)) :]
-    )
+    found = settled(ours.text, opened(bridged(theirs, ours), theirs.ids(told)).ids)
+    assert found == settled(ours.text, own_ids(ours, told))[-len(found) :]
 
 
 def test_turns_of_other_roles_are_text(sides: dict[str, Side]) -> None:
@@ -374,23 +366,16 @@ def test_a_reply_that_the_client_has_begun(sides: dict[str, Side]) -> None:
 def test_a_prompt_that_is_no_conversation_is_as_before(sides: dict[str, Side]) -> None:
     for target, drafter in PAIRS:
         theirs, ours = sides[target], sides[drafter]
-        bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
-        unbridged.special = bridge.special  # both translate the ends of turns
         cut = theirs.render(conversation(1))[9:]
         for text in ("def f(x):\n    return", "", "x", cut)[: 3 if target == "deepseek" else 4]:
-            ids = theirs.wrapper.encode(text)
-            assert opened(bridge, ids).ids == opened(unbridged, ids).ids
-            assert bridge.chat.split(ids) is None
+            assert_no_conversation(theirs, ours, theirs.wrapper.encode(text))
 
 
 def test_text_that_holds_the_escape_is_as_before(sides: dict[str, Side]) -> None:
     theirs, ours = sides["chatml"], sides["phi-3"]
     ids = theirs.ids(conversation(1))
     ids.insert(len(ids) // 2, theirs.text.byte_ids[0xFF])
-    bridge, unbridged = bridged(theirs, ours), bridged(theirs, ours, chats=None)
-    unbridged.special = bridge.special  # both translate the ends of turns
-    assert opened(bridge, ids).ids == opened(unbridged, ids).ids
-    assert bridge.chat.split(ids) is None
+    assert_no_conversation(theirs, ours, ids)
 
 
 def test_bos_is_never_doubled(sides: dict[str, Side]) -> None:

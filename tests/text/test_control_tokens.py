@@ -6,14 +6,14 @@ from itertools import product
 
 import numpy as np
 import pytest
+from contexts import opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from toys import toy
 
 from vllm_hetero_spec.slrs.merges import Merges
-from vllm_hetero_spec.text.bridge import Bridge, TextBridge, make_bridge
-from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.text.bridge import TextBridge, make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.special_tokens import UNKNOWN_ID, SpecialTokens
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -36,12 +36,6 @@ def chatty(backends: dict[str, Tokenizer]) -> dict[str, TextTokenizer]:
         backend.add_tokens([AddedToken(content, special=True) for content in contents])
         found[name] = load_tokenizer(backend, name)
     return found
-
-
-def opened(bridge: Bridge, ids: Sequence[int]) -> Context:
-    context = bridge.open()
-    bridge.extend([context], [ids])
-    return context
 
 
 def ids_of(tokenizer: TextTokenizer, parts: Sequence[str], *, behind: bool) -> list[int]:

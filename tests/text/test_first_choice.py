@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import recipes
+from contexts import opened
 
 from vllm_hetero_spec.text import drafts
-from vllm_hetero_spec.text.bridge import Bridge, TextBridge, make_bridge
-from vllm_hetero_spec.text.context import Context
+from vllm_hetero_spec.text.bridge import TextBridge, make_bridge
 from vllm_hetero_spec.text.drafts import FirstToken
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
@@ -26,12 +26,6 @@ def texts_of(source: str, shared: Path | None) -> list[str]:
     if not all((folder / name).is_file() for name in BOOKS):
         pytest.skip("needs the corpora of the shared folder")
     return [(folder / name).read_text(encoding="utf-8")[:150_000] for name in BOOKS]
-
-
-def opened(bridge: Bridge, ids: list[int]) -> Context:
-    context = bridge.open()
-    context.append(ids)
-    return context
 
 
 @pytest.mark.parametrize("source", ["sources", "books"])
@@ -57,8 +51,7 @@ def test_what_is_turned_down_is_what_the_target_joins(
         for start in range(0, 12_000, 8 * PIECE):
             ids = target.encode(text[start : start + PIECE])
             for place in range(1, len(ids)):
-                context = bridge.open()
-                context.append(ids[:place])
+                context = opened(bridge, ids[:place])
                 known, rest = (target.decode_bytes(part) for part in (ids[:place], ids[place:]))
                 likely = [rng.randrange(3, drafter.vocab_size) for _ in range(3)]
                 for candidate in [*drafter.encode_bytes(rest)[:1], *likely]:
@@ -92,8 +85,7 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
         if len(left) == len(half) == len(target.encode(data.decode())) == 1
     )
     other = drafter.encode("(")[0]
-    context = bridge.open()
-    context.append([*target.encode("x = "), *left])
+    context = opened(bridge, [*target.encode("x = "), *left])
     assert bridge.first_choice(context, [half, other]) == FirstToken(other)
     # The drafter's best candidate if none may follow.
     assert bridge.first_choice(context, [half]).id == half
@@ -129,8 +121,7 @@ def test_first_choice_spells_the_character_that_was_begun(
 ) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
-    context = bridge.open()
-    context.append([target.byte_ids[byte] for byte in "é".encode()[:1]])
+    context = opened(bridge, [target.byte_ids[byte] for byte in "é".encode()[:1]])
     assert context.held == "é".encode()[:1]
     right, wrong = drafter.byte_ids[0xC3], drafter.byte_ids[0x61]
     assert bridge.first_choice(context, [wrong, right]).id == right
@@ -142,8 +133,7 @@ def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
     tokenizer = family["byte-level"]
     for mode in ("text", "identity"):
         bridge = make_bridge(tokenizer, tokenizer, mode=mode)
-        context = bridge.open()
-        context.append(tokenizer.encode("x = ret"))
+        context = opened(bridge, tokenizer.encode("x = ret"))
         half = tokenizer.encode("urn")[0]
         assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]).id == half
 
@@ -214,8 +204,7 @@ def test_advice_is_remembered_up_to_a_bound(
     def advice(bridge: TextBridge) -> list[int]:
         found = []
         for ids, candidates in [*asked, *asked]:
-            context = bridge.open()
-            context.append(ids)
+            context = opened(bridge, ids)
             found.append(bridge.first_choice(context, candidates).id)
         return found
 

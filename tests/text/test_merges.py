@@ -60,14 +60,24 @@ def followed(text: bytes) -> bytes:
     return text + b"x" if text[-1:].isspace() else text
 
 
+def begins_merges(
+    target: TextTokenizer, drafter: TextTokenizer, path: Sequence[int], able: Sequence[int]
+) -> bool:
+    """Return True if a path begins in the intersection, and the target can spell its tokens."""
+    return drafter.token_bytes[path[0]] in target.token_bytes and set(path) <= set(able)
+
+
 def by_definition(
-    target: TextTokenizer, drafter: TextTokenizer, drafter_id: int, following: Sequence[int]
+    target: TextTokenizer, drafter: TextTokenizer, path: Sequence[int], following: Sequence[int]
 ) -> dict[int, int]:
-    """Return mu(drafter_id, e) for each e of ``following`` for which it is defined."""
-    data = drafter.token_bytes[drafter_id]
+    """Return mu(path, e) for each e of ``following`` for which it is defined.
+
+    ``following`` are ids that the target can spell.
+    """
     found: dict[int, int] = {}
-    if not data or data not in target.token_bytes:
+    if not begins_merges(target, drafter, path, following):
         return found
+    data = drafter.decode_bytes(path)
     for e in following:
         joined = data + drafter.token_bytes[e]
         first = target.encode_bytes(followed(joined))[:1]
@@ -93,7 +103,7 @@ def test_merges_of_trained_tokenizers(
     following = spellable(target, drafter)
     partners = 0
     for d in fruitful(merges, range(drafter.vocab_size), 16):
-        expected = by_definition(target, drafter, d, following)
+        expected = by_definition(target, drafter, (d,), following)
         assert table(merges, d) == expected
         assert set(expected) <= candidates(target, drafter, d)
         partners += len(expected)
@@ -104,7 +114,7 @@ def test_merges_of_whole_vocabularies(family: dict[str, TextTokenizer]) -> None:
     target, drafter = family["tiktoken"], family["byte-level-nfc"]
     merges, following = merges_of(target, drafter), spellable(target, drafter)
     for d in range(drafter.vocab_size):
-        assert table(merges, d) == by_definition(target, drafter, d, following)
+        assert table(merges, d) == by_definition(target, drafter, (d,), following)
 
 
 def test_parts_of_a_character(family: dict[str, TextTokenizer]) -> None:
@@ -120,42 +130,23 @@ def test_parts_of_a_character(family: dict[str, TextTokenizer]) -> None:
 WORDS = st.lists(st.text("ab ", min_size=1, max_size=4).map(str.encode), max_size=10)
 
 
-@given(target_words=WORDS, drafter_words=WORDS)
+@given(target_words=WORDS, drafter_words=WORDS, seed=st.integers(0, 1 << 30))
 def test_merges_of_small_vocabularies(
-    target_words: list[bytes], drafter_words: list[bytes]
+    target_words: list[bytes], drafter_words: list[bytes], seed: int
 ) -> None:
+    """Merges of all tokens, and of paths of several tokens."""
     target, drafter = toy([b"a", b"b", b"", *target_words]), toy([b"", *drafter_words, b"a", b"b "])
     merges, following = merges_of(target, drafter), spellable(target, drafter)
     everything = np.arange(drafter.vocab_size, dtype=np.int32)
-    for d in range(drafter.vocab_size):
-        expected = by_definition(target, drafter, d, following)
-        assert table(merges, d) == expected
-        assert merges.among((d,), everything).tolist() == [
-            expected.get(e, -1) for e in range(drafter.vocab_size)
-        ]
-
-
-@given(target_words=WORDS, drafter_words=WORDS, seed=st.integers(0, 1 << 30))
-def test_merges_of_paths(target_words: list[bytes], drafter_words: list[bytes], seed: int) -> None:
-    """A path must begin in the intersection, and the target must be able to spell its tokens."""
-    target, drafter = toy([b"a", b"b", b"", *target_words]), toy([b"", *drafter_words, b"a", b"b "])
-    merges, maps = merges_of(target, drafter), build_maps(target, drafter)
-    everything = np.arange(drafter.vocab_size, dtype=np.int32)
     rng = np.random.default_rng(seed)
-    for length in (2, 3, 4):
-        path = rng.integers(drafter.vocab_size, size=length).tolist()
-        data = b"".join(drafter.token_bytes[d] for d in path)
-        spelled = all(len(maps.target_tokens(d)) and drafter.token_bytes[d] for d in path)
-        valid = spelled and maps.d2t[path[0]] >= 0
-        longer = [t for t in target.token_bytes if t.startswith(data) and len(t) > len(data)]
-        assert merges.goes_on(path) == (valid and bool(longer))
-        for e, merged in zip(everything, merges.among(path, everything), strict=True):
-            tail = drafter.token_bytes[e]
-            first = target.encode_bytes(followed(data + tail))[:1] if valid and tail else []
-            beginning = target.decode_bytes(first)
-            whole = len(beginning) > len(data) and (data + tail).startswith(beginning)
-            spells = len(maps.target_tokens(int(e))) > 0
-            assert merged == (first[0] if whole and spells else -1)
+    paths = [rng.integers(drafter.vocab_size, size=length).tolist() for length in (2, 3, 4)]
+    for path in [*([d] for d in range(drafter.vocab_size)), *paths]:
+        expected = by_definition(target, drafter, path, following)
+        assert merges.among(path, everything).tolist() == [expected.get(e, -1) for e in everything]
+        data = drafter.decode_bytes(path)
+        longer = any(t.startswith(data) and t != data for t in target.token_bytes)
+        begins = begins_merges(target, drafter, path, following)
+        assert merges.goes_on(path) == (begins and longer)
 
 
 def test_the_last_space_is_left_to_the_word_after_it(family: dict[str, TextTokenizer]) -> None:

@@ -8,16 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from contexts import opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from laws import TEXTS, assert_lawful
 from recipes import altered
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -28,6 +24,8 @@ VARIANTS = (
     *("unigram-fallback", "unigram-words", "wordpiece", "wordpiece-cased", "characters"),
     *("characters-silent", "bytes", "byte-level-lowercase", "byte-level-words"),
 )
+# Texts that look like tokens, and a combining mark.
+MARKS = ["<0x0A>", "##a", "#", " ", "[UNK]", "<unk>", "<|user|>", "<think>", "\u0338", "▁", "'s"]
 SEPARATORS = "keeps at most one space between words"
 LOSSY = {
     "unigram-words": ["applies NFKC", "replaces ' {2,}' by ' '", SEPARATORS],
@@ -110,21 +108,7 @@ def test_bytes_are_those_of_the_normalised_text(
     parts=st.lists(
         st.text(max_size=5)
         | st.binary(max_size=4).map(lambda data: data.decode("utf-8", "surrogateescape"))
-        | st.sampled_from(
-            [
-                "<0x0A>",
-                "##a",
-                "#",
-                " ",
-                "[UNK]",
-                "<unk>",
-                "<|user|>",
-                "<think>",
-                "\u0338",
-                "▁",
-                "'s",
-            ]
-        ),
+        | st.sampled_from(MARKS),
         max_size=6,
     )
 )
@@ -247,14 +231,12 @@ def test_unknown_tokens_are_context_but_never_proposed(
 ) -> None:
     characters, byte_level = variants["characters"], family["byte-level"]
     bridge = make_bridge(byte_level, characters)
-    context = bridge.open()
-    bridge.extend([context], [byte_level.encode("a中b")])
+    context = opened(bridge, byte_level.encode("a中b"))
     assert context.ids == [characters.byte_ids[97], 0, characters.byte_ids[98]]
     assert bridge.failures == {"unencodable": 3}
 
     bridge = make_bridge(characters, byte_level)
-    context = bridge.open()
-    bridge.extend([context], [characters.encode("x")])
+    context = opened(bridge, characters.encode("x"))
     (proposal,) = bridge.to_target([context], [byte_level.encode(" yé z")], [9])
     assert characters.decode_bytes(proposal) == b" y"
     assert 0 not in proposal

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import recipes
+from contexts import PAIRS, opened, target_ids, walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,15 +19,6 @@ from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-PAIRS = [
-    ("byte-level", "sentencepiece"),
-    ("sentencepiece", "byte-level"),
-    ("byte-level", "byte-level-nfc"),
-    ("byte-level-nfc", "tiktoken"),
-    ("tiktoken", "processor"),
-    ("processor", "unigram"),
-    ("sentencepiece", "processor"),
-]
 REAL_PAIRS = [
     ("qwen2", "llama-2"),
     ("llama-2", "qwen2"),
@@ -46,11 +38,6 @@ texts = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def target_ids(target: TextTokenizer, text: str) -> list[int]:
-    """Return a target's ids of a text, with the dummy prefix of its tokenizer."""
-    return target.encode(" " * target.leading_space.applies(first=True) + text)
-
-
 def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> list[int]:
     """Return the drafter's encoding of the target's whole text."""
     data = target.decode_bytes(ids)
@@ -61,15 +48,6 @@ def whole(target: TextTokenizer, drafter: TextTokenizer, ids: Sequence[int]) -> 
         text = " " + text
     bos = [drafter.bos_id] if drafter.adds_bos and drafter.bos_id is not None else []
     return [*bos, *drafter.encode(text)]
-
-
-def walk(context: TextContext, ids: list[int], rng: random.Random) -> None:
-    """Append ids in random pieces. Check the number of kept ids at every step."""
-    while context.num_target < len(ids):
-        before, at = list(context.ids), context.num_target
-        kept = context.append(ids[at : at + rng.randint(1, 6)])
-        assert 0 <= kept <= min(len(before), len(context.ids))
-        assert context.ids[:kept] == before[:kept]
 
 
 def assert_incremental(
@@ -182,8 +160,7 @@ def test_special_tokens_by_role(family: dict[str, TextTokenizer]) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     user = target.special_id_of["<|user|>"]
     bridge = make_bridge(target, drafter, target_eos=[0], drafter_eos=[2])
-    context = bridge.open()
-    bridge.extend([context], [[*target.encode("hi there"), 0, user, *target.encode("ok")]])
+    context = opened(bridge, [*target.encode("hi there"), 0, user, *target.encode("ok")])
     # EOS becomes EOS. A special token that the drafter lacks becomes text. Text after a special
     # token gets a leading space again.
     assert context.ids == [1, *drafter.encode(" hi there"), 2, *drafter.encode(" <|user|>ok")]
@@ -192,15 +169,13 @@ def test_special_tokens_by_role(family: dict[str, TextTokenizer]) -> None:
 def test_equal_content_is_the_same_token(family: dict[str, TextTokenizer]) -> None:
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     user = target.special_id_of["<|user|>"]
-    context = make_bridge(target, drafter, target_eos=[0]).open()
-    context.append([user, *target.encode("in")])
+    context = opened(make_bridge(target, drafter, target_eos=[0]), [user, *target.encode("in")])
     assert context.ids == [drafter.special_id_of["<|user|>"], *drafter.encode("in")]
 
 
 def test_bos_follows_the_drafter(family: dict[str, TextTokenizer]) -> None:
     spm, plain = family["sentencepiece"], family["byte-level"]
-    forth = make_bridge(spm, plain).open()
-    forth.append([1, *spm.encode(" in the")])
+    forth = opened(make_bridge(spm, plain), [1, *spm.encode(" in the")])
     assert forth.ids == plain.encode("in the")
     back = make_bridge(plain, spm).open()
     assert back.ids == [1]
@@ -307,8 +282,7 @@ def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextT
     assert split != merged
     bridge = make_bridge(tokenizer, tokenizer, mode="text")
     for ids in (split, merged):
-        context = bridge.open()
-        context.append(ids)
+        context = opened(bridge, ids)
         assert context.ids == ids
         context.append(word)
         assert context.ids == tokenizer.encode("value\n\nclass")
@@ -318,8 +292,8 @@ def test_an_unknown_token_does_not_split_a_run_of_spaces(family: dict[str, TextT
     """An unknown token has no bytes, whatever the last token of the vocabulary is."""
     tokenizer = copy.copy(family["byte-level"])
     tokenizer.token_bytes = (*tokenizer.token_bytes[:-1], b"\n")
-    context = make_bridge(tokenizer, family["byte-level"], mode="text").open()
-    context.append(tokenizer.encode("value\n\n"))
+    bridge = make_bridge(tokenizer, family["byte-level"], mode="text")
+    context = opened(bridge, tokenizer.encode("value\n\n"))
     before = list(context.ids)
     context.append([tokenizer.vocab_size])
     assert context.ids == before

@@ -2,8 +2,8 @@
 """Cost of a step of translation: it depends only on the new text, for all tokenizers."""
 
 import pytest
+from contexts import target_ids
 from fuzz_model import separable
-from test_retokenization import target_ids
 
 from vllm_hetero_spec.text import cuts
 from vllm_hetero_spec.text.bridge import make_bridge

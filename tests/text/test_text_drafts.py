@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from contexts import opened, target_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -42,15 +43,9 @@ def one(bridge: Bridge, context: Context, draft: Sequence[int], limit: int = 999
     return bridge.to_target([context], [draft], [limit])[0]
 
 
-def opened(bridge: Bridge, ids: Sequence[int]) -> Context:
-    context = bridge.open()
-    bridge.extend([context], [ids])
-    return context
-
-
 def assert_round_trip(target: TextTokenizer, drafter: TextTokenizer, text: str) -> None:
     """At several splits, the rest of the target's ids comes back if the drafter drafts it."""
-    ids = target.encode(" " * target.leading_space.applies(first=True) + text)
+    ids = target_ids(target, text)
     bridge = make_bridge(target, drafter, mode="text")
     splits = sorted(random.Random(text).sample(range(len(ids)), min(12, len(ids))))
     for split in splits:

@@ -4,7 +4,7 @@
 import dataclasses
 import itertools
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -160,21 +160,12 @@ def test_pushing_forward_covers_what_the_intersection_covers(data: st.DataObject
     assert covered(maps.kappa_first) >= covered(maps.d2t) - 1e-12
 
 
-def ends(
-    target: TextTokenizer,
-    drafter: TextTokenizer,
-    target_eos: Sequence[int],
-    drafter_eos: Sequence[int],
-) -> SpecialTokens:
-    return SpecialTokens(target, drafter, target_eos, drafter_eos)
-
-
 def test_control_tokens_by_string_and_ends_by_role() -> None:
     """<2> is a control token of both. 0 and 4 are EOS of the drafter that the target lacks."""
     target, drafter = toy([b"a", b"b", b"", b""]), toy([b"", b"ab", b"", b"b", b""])
     maps = build_maps(target, drafter)
     assert rows_of(maps) == [[], [0, 1], [], [1], []]
-    ended = maps.with_control(ends(target, drafter, [3, 2], [4, 0]))
+    ended = maps.with_control(SpecialTokens(target, drafter, [3, 2], [4, 0]))
     assert rows_of(ended) == [[3], [0, 1], [2], [1], [3]]
     assert ended.d2t.tolist() == [3, -1, 2, 1, 3]
     assert ended.kappa_first.tolist() == [3, 0, 2, 1, 3]
@@ -184,14 +175,16 @@ def test_control_tokens_by_string_and_ends_by_role() -> None:
 
 def test_an_end_that_is_text_loses_its_text() -> None:
     target, drafter = toy([b"a", b"b", b""]), toy([b"ab", b"b"])
-    maps = build_maps(target, drafter).with_control(ends(target, drafter, [2], [0, 7]))
+    maps = build_maps(target, drafter).with_control(SpecialTokens(target, drafter, [2], [0, 7]))
     assert rows_of(maps) == [[2], [1]]
 
 
 @pytest.mark.parametrize("target_eos", [[], [9]])
 def test_no_end_in_the_target(target_eos: list[int]) -> None:
     target, drafter = toy([b"a", b"b"]), toy([b"", b"ab", b"b"])
-    maps = build_maps(target, drafter).with_control(ends(target, drafter, target_eos, [0, 2]))
+    maps = build_maps(target, drafter).with_control(
+        SpecialTokens(target, drafter, target_eos, [0, 2])
+    )
     assert rows_of(maps) == [[], [0, 1], []]
     assert maps.d2t.tolist() == [-1, -1, -1]
 
@@ -231,64 +224,49 @@ def test_cache_keeps_pairs_and_directions_and_formats_apart(
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def rewrite(path: Path, **changed: np.ndarray) -> None:
-    with np.load(path) as held:
-        arrays = dict(held) | changed
-    np.savez(path, **arrays)
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(np.array([0, -1, -1, -1], np.int32).tobytes())] ^= 1  # of d2t
+    path.write_bytes(data)
 
 
-def damage(path: Path, how: str) -> None:
-    if how == "empty":
-        path.write_bytes(b"")
-    elif how == "truncated":
-        path.write_bytes(path.read_bytes()[:-40])
-    elif how == "flipped":
-        data = bytearray(path.read_bytes())
-        place = data.index(np.array([0, -1, -1, -1], np.int32).tobytes())  # d2t
-        data[place] ^= 1
-        path.write_bytes(data)
-    elif how == "text":
-        path.write_text("no maps")
-    elif how == "one array":
-        with path.open("wb") as file:
-            np.save(file, np.arange(4))
-    elif how == "pickle":
-        rewrite(path, d2t=np.array([{}, 1, 2, 3], object))
-    elif how == "other key":
-        rewrite(path, key=np.array("0" * 64), d2t=np.array([1, -1, -1, -1], np.int32))
-    elif how == "too short":
-        rewrite(path, d2t=np.array([0], np.int32))
-    elif how == "wide ids":
-        rewrite(path, d2t=np.array([1, -1, -1, -1], np.int64))
-    elif how == "beyond the vocabulary":
-        rewrite(path, d2t=np.array([99, -1, -1, -1], np.int32))
-    elif how == "backwards":
-        rewrite(path, kappa_ptr=np.array([0, 4, 3, 3, 5], np.int32))
-    elif how == "loose end":
-        rewrite(path, kappa_ptr=np.array([0, 1, 3, 3, 4], np.int32))
+def write_one_array(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.arange(4))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "empty",
-        "truncated",
-        "flipped",
-        "text",
-        "one array",
-        "pickle",
-        "other key",
-        "too short",
-        "wide ids",
-        "beyond the vocabulary",
-        "backwards",
-        "loose end",
-    ],
-)
+def with_arrays(**changed: np.ndarray) -> Callable[[Path], None]:
+    """Return a function that replaces arrays of a cache file."""
+
+    def rewrite(path: Path) -> None:
+        with np.load(path) as held:
+            arrays = dict(held) | changed
+        np.savez(path, **arrays)
+
+    return rewrite
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-40]),
+    "flipped": flip_a_bit,
+    "text": lambda path: path.write_text("no maps"),
+    "one array": write_one_array,
+    "pickle": with_arrays(d2t=np.array([{}, 1, 2, 3], object)),
+    "other key": with_arrays(key=np.array("0" * 64), d2t=np.array([1, -1, -1, -1], np.int32)),
+    "too short": with_arrays(d2t=np.array([0], np.int32)),
+    "wide ids": with_arrays(d2t=np.array([1, -1, -1, -1], np.int64)),
+    "beyond the vocabulary": with_arrays(d2t=np.array([99, -1, -1, -1], np.int32)),
+    "backwards": with_arrays(kappa_ptr=np.array([0, 4, 3, 3, 5], np.int32)),
+    "loose end": with_arrays(kappa_ptr=np.array([0, 1, 3, 3, 4], np.int32)),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
 def test_damaged_cache_is_rebuilt(tmp_path: Path, how: str) -> None:
     expected = rows_of(build_maps(*PAIR, cache=tmp_path))
     (path,) = tmp_path.iterdir()
-    damage(path, how)
+    DAMAGE[how](path)
     again = build_maps(*PAIR, cache=tmp_path)
     assert rows_of(again) == expected
     assert again.d2t.tolist() == [0, -1, -1, -1]
