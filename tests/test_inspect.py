@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import refused
 from recipes import altered, build_bytes
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -80,16 +81,6 @@ def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     assert printed.err == ""
     found: dict[str, Any] = json.loads(printed.out)
     return found
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the refusal of a command line; it must be one line."""
-    assert main(["inspect", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
 
 
 def write(file: Path, text: str) -> str:
@@ -296,7 +287,7 @@ def test_a_text_that_cannot_be_used(
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert str(text) in refused(capsys, tiny, tiny, "--text", str(text))
+    assert str(text) in refused(capsys, "inspect", tiny, tiny, "--text", str(text))
 
 
 @pytest.mark.parametrize("line", ["{", '{"text": "b"}', '{"prompt": 1}', '{"prompt": "\\ud800"}'])
@@ -304,18 +295,20 @@ def test_prompts_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, line: str
 ) -> None:
     text = write(tmp_path / "text.jsonl", f'{{"prompt": "a"}}\n{line}\n')
-    assert text in refused(capsys, tiny, tiny, "--text", text)
+    assert text in refused(capsys, "inspect", tiny, tiny, "--text", text)
 
 
 def test_no_such_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty" / "config.json", "{}")
-    assert "the target folder" in refused(capsys, str(tmp_path / "empty"), tiny)
-    assert "does not exist" in refused(capsys, tiny, str(tmp_path / "missing"))
-    assert "does not exist" in refused(capsys, tiny, "missing.json")
-    assert "not a tokenizer file" in refused(capsys, write(tmp_path / "notes.txt", "a"), tiny)
+    assert "the target folder" in refused(capsys, "inspect", str(tmp_path / "empty"), tiny)
+    assert "does not exist" in refused(capsys, "inspect", tiny, str(tmp_path / "missing"))
+    assert "does not exist" in refused(capsys, "inspect", tiny, "missing.json")
+    notes = write(tmp_path / "notes.txt", "a")
+    assert "not a tokenizer file" in refused(capsys, "inspect", notes, tiny)
     # Names are looked up in the cache only: HF_HUB_OFFLINE is set.
-    assert "drafter's tokenizer organisation/name" in refused(capsys, tiny, "organisation/name")
+    said = refused(capsys, "inspect", tiny, "organisation/name")
+    assert "drafter's tokenizer organisation/name" in said
 
 
 @pytest.mark.parametrize("content", ['{"model": ', "{}", "[]", '{"version": "1.0"}'])
@@ -323,8 +316,8 @@ def test_a_corrupt_tokenizer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, content: str
 ) -> None:
     file = write(tmp_path / "tokenizer.json", content)
-    assert "target's tokenizer" in refused(capsys, file, tiny)
-    assert "drafter's tokenizer" in refused(capsys, tiny, str(tmp_path))
+    assert "target's tokenizer" in refused(capsys, "inspect", file, tiny)
+    assert "drafter's tokenizer" in refused(capsys, "inspect", tiny, str(tmp_path))
 
 
 def test_a_tokenizer_without_exact_bytes(
@@ -333,7 +326,7 @@ def test_a_tokenizer_without_exact_bytes(
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.CTC()
     words.save(str(tmp_path / "words.json"))
-    assert "cannot be bridged" in refused(capsys, str(tmp_path / "words.json"), tiny)
+    assert "cannot be bridged" in refused(capsys, "inspect", str(tmp_path / "words.json"), tiny)
 
 
 def test_tekken_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
@@ -428,13 +421,6 @@ def test_no_model_library_is_imported(pair: list[str], tmp_path: Path, kind: str
     if kind == "names":
         # The target's generation_config.json overrides its config.json.
         assert (found["target"]["eos_ids"], found["drafter"]["eos_ids"]) == ([260, 261], [258])
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["inspect", "--help"])
-    assert stopped.value.code == 0
-    assert "--trust-remote-code" in capsys.readouterr().out
 
 
 def test_a_real_pair(capsys: pytest.CaptureFixture[str], shared: Path) -> None:

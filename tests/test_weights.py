@@ -113,6 +113,8 @@ def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert not missing_weights(str(tmp_path))
+    (tmp_path / "model-1.safetensors").unlink()
+    assert missing_weights(str(tmp_path)) == f"{tmp_path} lacks model-1.safetensors"
 
 
 def test_every_list_of_weights_is_checked(tmp_path: Path) -> None:

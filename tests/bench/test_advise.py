@@ -3,18 +3,19 @@
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from advice_fakes import ALONE, PROMPTS, Fakes, World
+from command_line import refused
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.inputs.weights import missing_weights
 from vllm_hetero_spec.options import parse
 
 Make = Callable[..., str]
@@ -41,62 +42,64 @@ def small(make: Make) -> str:
     return make("small", "h e,l o")
 
 
+@dataclass
+class Advise:
+    """The command, and the words that each of its command lines begins with."""
+
+    out: Out
+    begins: Sequence[str] = ()
+
+    def run(self, *arguments: str, code: int = 0) -> Any:
+        """Return what is printed to stdout and stderr."""
+        assert main(["advise", *self.begins, *arguments]) == code
+        return self.out.readouterr()
+
+    def data(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """Return the findings of a run with `--json`; stdout contains nothing else."""
+        printed = self.run(*arguments, "--json", code=code)
+        assert code or "error" not in printed.err
+        found: dict[str, Any] = json.loads(printed.out)
+        return found
+
+    def text(self, *arguments: str) -> str:
+        """Return the printed text on one line."""
+        return " ".join(self.run(*arguments).out.split())
+
+    def refusal(self, *arguments: str) -> str:
+        return refused(self.out, "advise", *self.begins, *arguments)
+
+
 @pytest.fixture
-def options(tmp_path: Path) -> list[str]:
-    """A small load: 4 prompts, 13 tokens each, batch sizes 1 and 4, temperatures 0 and 1."""
+def advise(capsys: Out, fakes: Fakes, target: str, tmp_path: Path) -> Advise:
+    """`advise` for the target on fake engines, with a small load.
+
+    It has 4 prompts, 13 tokens each, batch sizes 1 and 4, and temperatures 0 and 1.
+    """
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    return ["--prompts", str(file), "--max-tokens", "13", "--batch-sizes", "4", "1"]
+    options = ["--prompts", str(file), "--batch-sizes", "4", "1", "--max-tokens", "13"]
+    return Advise(capsys, [*options, target])
 
 
-def advice(out: Out, *arguments: str, code: int = 0) -> dict[str, Any]:
-    """Return the findings of a run with `--json`; stdout contains nothing else."""
-    assert main(["advise", *arguments, "--json"]) == code
-    printed = out.readouterr()
-    assert code or "error" not in printed.err
-    found: dict[str, Any] = json.loads(printed.out)
-    return found
-
-
-def told(out: Out, *arguments: str, code: int = 0) -> str:
-    """Return the printed text on one line."""
-    assert main(["advise", *arguments]) == code
-    return " ".join(out.readouterr().out.split())
-
-
-def refused(out: Out, *arguments: str) -> str:
-    """Return the one sentence with which a command line is refused."""
-    assert main(["advise", *arguments]) == 2
-    printed = out.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
-
-
-def test_settings_are_measured_side_by_side(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
+def test_settings_are_measured_side_by_side(advise: Advise, fakes: Fakes, small: str) -> None:
     fakes.worlds = {
         ALONE: World((10,)), "small:chain": World((12,)), "small:tree": World((15,))
     }  # fmt: skip
     settings = json.dumps({"chain": {}, "tree": {"tree_nodes": 8}})
-    found = advice(capsys, target, small, *options, "--settings", settings)
+    found = advise.data(small, "--settings", settings)
     assert [each["drafter"] for each in found["measured"]] == ["small:tree", "small:chain"]
     assert found["recommended"]["tree_nodes"] == 8
     assert len(found["drafters"]) == 1
 
 
-def test_figures_of_a_load(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
+def test_figures_of_a_load(advise: Advise, fakes: Fakes, target: str, small: str) -> None:
     """Figures follow from given speeds.
 
     The target runs at 10, 8 and 10 tokens/s, the drafter at 20, 12 and 15. At batch size 4 the
     drafter's engine has half its speed.
     """
     fakes.worlds = {ALONE: World((10, 8, 10)), "small": World((20, 12, 15), {4: 0.5})}
-    found = advice(capsys, target, small, *options)
+    found = advise.data(small)
     assert found["load"] == {
         "prompts": 4,
         "max_tokens": 13,
@@ -132,9 +135,7 @@ def test_figures_of_a_load(
     }
 
 
-def test_what_engines_are_asked_for(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
+def test_what_engines_are_asked_for(advise: Advise, fakes: Fakes, small: str) -> None:
     further = ["--engine-args", '{"max_model_len": 64}', "--trust-remote-code"]
     extra = [
         "--speculative-config",
@@ -142,7 +143,7 @@ def test_what_engines_are_asked_for(
         "--num-speculative-tokens",
         "5",
     ]
-    found = advice(capsys, target, small, *options, *further, *extra)
+    found = advise.data(small, *further, *extra)
     config = {"method": "hetero", "model": small, "num_speculative_tokens": 5}
     assert fakes.configs == [None, config | {"debug": {"translation": "text"}}]
     assert found["recommended"] == config | {"debug": {"translation": "text"}}
@@ -157,7 +158,7 @@ def test_what_engines_are_asked_for(
 
 
 def test_candidates_are_ranked_by_what_was_measured(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
+    advise: Advise, fakes: Fakes, make: Make
 ) -> None:
     names = [make(name, "h e,l o") for name in ("slow", "unsure", "good", "tied", "best")]
     fakes.worlds |= {
@@ -167,7 +168,7 @@ def test_candidates_are_ranked_by_what_was_measured(
         "unsure": World((9, 11, 13)),
         "slow": World((8, 9, 9.5)),
     }
-    found = advice(capsys, target, *names, *options)
+    found = advise.data(*names)
     verdicts = {each["drafter"]: each["verdict"] for each in found["measured"]}
     assert list(verdicts.items()) == [
         ("best", "recommended"),
@@ -177,24 +178,22 @@ def test_candidates_are_ranked_by_what_was_measured(
         ("slow", "slower than the target alone"),
     ]
     assert found["recommended"]["model"] == names[4]
-    assert "2.20x (2.00-2.40)" in told(capsys, target, *names, *options)
+    assert "2.20x (2.00-2.40)" in advise.text(*names)
 
 
-def test_of_equals_the_first_named_comes_first(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
-) -> None:
+def test_of_equals_the_first_named_comes_first(advise: Advise, make: Make) -> None:
     names = [make(name, "h e,l o") for name in ("b", "a")]
-    found = advice(capsys, target, *names, *options)
+    found = advise.data(*names)
     assert [each["drafter"] for each in found["measured"]] == ["b", "a"]
     assert found["recommended"]["model"] == names[0]
 
 
 def test_a_fast_but_unsteady_drafter_is_not_recommended(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
+    advise: Advise, fakes: Fakes, make: Make
 ) -> None:
     names = [make(name, "h e,l o") for name in ("unsteady", "steady")]
     fakes.worlds |= {"unsteady": World((9, 20, 20)), "steady": World((12,))}
-    found = advice(capsys, target, *names, *options)
+    found = advise.data(*names)
     assert [each["drafter"] for each in found["measured"]] == ["unsteady", "steady"]
     assert found["recommended"]["model"] == names[1]
 
@@ -208,39 +207,30 @@ def test_a_fast_but_unsteady_drafter_is_not_recommended(
     ],
 )
 def test_the_target_alone_may_be_fastest(
-    capsys: Out,
-    fakes: Fakes,
-    target: str,
-    small: str,
-    options: list[str],
-    speeds: tuple[float, ...],
-    sentence: str,
+    advise: Advise, fakes: Fakes, small: str, speeds: tuple[float, ...], sentence: str
 ) -> None:
     fakes.worlds["small"] = World(speeds)
-    assert advice(capsys, target, small, *options)["recommended"] is None
-    printed = told(capsys, target, small, *options)
+    assert advise.data(small)["recommended"] is None
+    printed = advise.text(small)
     assert sentence in printed
     assert "--speculative-config" not in printed
 
 
 def test_loads_under_which_a_drafter_is_faster_are_named(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
+    advise: Advise, fakes: Fakes, small: str
 ) -> None:
     fakes.worlds["small"] = World((12.0,), {4: 0.5})
-    printed = told(capsys, target, small, *options)
+    printed = advise.text(small)
     faster = "small (hetero) at batch 1, temperature 0; batch 1, temperature 1: name these"
     assert f"No drafter makes the target faster over all of these loads. {faster}" in printed
-    found = advice(capsys, target, small, *options[:-1])
+    found = advise.data(small, "--batch-sizes", "4")
     assert found["recommended"] is None
-    found = advice(capsys, target, small, *options[:-2], "1")
+    found = advise.data(small, "--batch-sizes", "1")
     assert found["recommended"] is not None
 
 
-def test_a_line_to_paste(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
-    assert main(["advise", target, small, *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_a_line_to_paste(advise: Advise, fakes: Fakes, small: str) -> None:
+    lines = advise.run(small).out.splitlines()
     (config,) = shlex.split(lines[-1])
     assert lines[-2] == "--speculative-config"
     assert json.loads(config) == fakes.configs[1]
@@ -249,22 +239,18 @@ def test_a_line_to_paste(
         assert expected in text
 
 
-def test_a_drafter_that_never_drafts_is_said(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
+def test_a_drafter_that_never_drafts_is_said(advise: Advise, fakes: Fakes, small: str) -> None:
     fakes.worlds["small"] = World((10.5,), accepted=None)
-    (measured,) = advice(capsys, target, small, *options)["measured"]
+    (measured,) = advise.data(small)["measured"]
     assert {load["acceptance_length"] for load in measured["loads"]} == {None}
-    printed = told(capsys, target, small, *options)
+    printed = advise.text(small)
     assert "small (hetero): nothing was drafted (untranslatable)" in printed
 
 
-def test_statistics_alone_start_nothing(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
-) -> None:
+def test_statistics_alone_start_nothing(advise: Advise, fakes: Fakes, make: Make) -> None:
     small = make("small", "h e,l o")
     bare = make("bare", "h e", weights=False)
-    found = advice(capsys, target, small, bare, *options, "--statistics-only")
+    found = advise.data(small, bare, "--statistics-only")
     assert fakes.configs == []
     drafter, other = found["drafters"]
     assert drafter["not_measured"] == "not measured: --statistics-only."
@@ -285,35 +271,33 @@ def test_statistics_alone_start_nothing(
     assert other["memory"]["weight_bytes"] is None
     assert found["measured"] == found["target_alone"] == []
     assert found["recommended"] is None
-    assert "ranking" not in told(capsys, target, small, *options, "--statistics-only")
+    assert "ranking" not in advise.text(small, "--statistics-only")
 
 
 def test_drafters_without_weights_stop_at_statistics(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
+    advise: Advise, make: Make, target: str
 ) -> None:
     small, bare = make("small", "h e,l o"), make("bare", "h e", weights=False)
-    found = advice(capsys, target, bare, small, *options)
+    found = advise.data(bare, small)
     assert [each["not_measured"] for each in found["drafters"]] == [
         f"not measured: {bare} contains no weights.",
         "",
     ]
     assert [each["drafter"] for each in found["measured"]] == ["small"]
     (Path(target) / "model.safetensors").unlink()
-    (drafter,) = advice(capsys, target, small, *options)["drafters"]
+    (drafter,) = advise.data(small)["drafters"]
     assert drafter["not_measured"] == f"not measured: {target} contains no weights."
 
 
-def test_a_refused_tokenizer_leaves_out_its_drafter(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
-) -> None:
+def test_a_refused_tokenizer_leaves_out_its_drafter(advise: Advise, make: Make) -> None:
     odd, small = make("odd", "h e", known=False), make("small", "h e,l o")
-    found = advice(capsys, target, odd, small, *options)
+    found = advise.data(odd, small)
     assert "cannot be bridged" in found["drafters"][0]["not_measured"]
     assert "statistics" not in found["drafters"][0]
     assert found["recommended"]["model"] == small
-    assert "cannot be bridged" in told(capsys, target, odd, small, *options)
-    assert "cannot be bridged" in refused(capsys, target, odd, *options)
-    assert "cannot be bridged" in refused(capsys, odd, small, *options)
+    assert "cannot be bridged" in advise.text(odd, small)
+    assert "cannot be bridged" in advise.refusal(odd)
+    assert "cannot be bridged" in refused(advise.out, "advise", odd, small)
 
 
 @pytest.mark.parametrize(
@@ -324,33 +308,25 @@ def test_a_refused_tokenizer_leaves_out_its_drafter(
     ],
 )
 def test_a_drafter_that_is_not_all_there_is_left_out(
-    capsys: Out,
-    fakes: Fakes,
-    target: str,
-    small: str,
-    make: Make,
-    options: list[str],
-    file: str,
-    data: bytes,
-    sentence: str,
+    advise: Advise, fakes: Fakes, small: str, make: Make, file: str, data: bytes, sentence: str
 ) -> None:
     spoilt = Path(make("spoilt", ""))
     (spoilt / file).write_bytes(data)
-    found = advice(capsys, target, small, str(spoilt), *options)
+    found = advise.data(small, str(spoilt))
     (told,) = [each for each in found["drafters"] if each["model"] == str(spoilt)]
     assert sentence in told["not_measured"]
     assert {config["model"] for config in fakes.configs if config} == {small}
 
 
 def test_a_failing_drafter_is_reported_and_the_others_go_on(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
+    advise: Advise, fakes: Fakes, make: Make
 ) -> None:
     names = [make(name, "h e,l o") for name in ("big", "broken", "good")]
     fakes.worlds |= {
         "big": World(refuse=ConfigError("no memory for this one.")),
         "broken": World((99.0,), fail_at=(4, BROKEN)),
     }
-    found = advice(capsys, target, *names, *options, code=1)
+    found = advise.data(*names, code=1)
     good, big, broken = found["measured"]
     assert (big["failure"], big["loads"]) == ("no memory for this one.", [])
     assert broken["failure"] == "the engine ended with exit code 9"
@@ -359,63 +335,49 @@ def test_a_failing_drafter_is_reported_and_the_others_go_on(
     assert big["speedup"] is broken["speedup"] is None
     assert (good["failure"], found["recommended"]["model"]) == ("", names[2])
     assert fakes.up == []
-    assert main(["advise", target, *names, *options]) == 1
-    printed = capsys.readouterr()
+    printed = advise.run(*names, code=1)
     assert "not measured: big (hetero): no memory for this one." in printed.out
     assert "error: big (hetero): no memory for this one.; broken (hetero): the e" in printed.err
 
 
-def test_a_target_that_fails_alone_ends_it(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
+def test_a_target_that_fails_alone_ends_it(advise: Advise, fakes: Fakes, small: str) -> None:
     fakes.worlds = {ALONE: World(refuse=BROKEN)}
-    assert main(["advise", target, small, *options]) == 1
-    printed = capsys.readouterr()
+    printed = advise.run(small, code=1)
     assert "error: the target alone: the engine ended with exit code 9" in printed.err
     assert printed.out == ""
 
 
-def test_methods_asked_for_are_measured(
-    capsys: Out, fakes: Fakes, target: str, small: str, options: list[str]
-) -> None:
-    found = advice(capsys, target, small, *options, "--methods", "slem", "slrs")
+def test_methods_asked_for_are_measured(advise: Advise, fakes: Fakes, small: str) -> None:
+    found = advise.data(small, "--methods", "slem", "slrs")
     assert [config and config["method"] for config in fakes.configs] == [None, "slem", "slrs"]
     assert [each["method"] for each in found["measured"]] == ["slem", "slrs"]
 
 
 @pytest.mark.parametrize("fitting", [1, 2, 3])
 def test_never_more_engines_are_up_than_fit(
-    capsys: Out,
-    fakes: Fakes,
-    make: Make,
-    target: str,
-    options: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    fitting: int,
+    advise: Advise, fakes: Fakes, make: Make, monkeypatch: pytest.MonkeyPatch, fitting: int
 ) -> None:
     names = [make(name, "h e,l o") for name in ("a", "b", "c")]
     monkeypatch.setattr(engines, "at_once_for", lambda suite: fitting)
-    found = advice(capsys, target, *names, *options)
+    found = advise.data(*names)
     assert fakes.most_up == fitting
     assert [each["speedup"]["median"] for each in found["measured"]] == pytest.approx([1.2] * 3)
-    alone = "One engine was up at a time" in told(capsys, target, *names, *options)
+    alone = "One engine was up at a time" in advise.text(*names)
     assert alone == (fitting == 1)
 
 
-def test_as_many_engines_are_up_as_asked_for(
-    capsys: Out, fakes: Fakes, make: Make, target: str, options: list[str]
-) -> None:
+def test_as_many_engines_are_up_as_asked_for(advise: Advise, fakes: Fakes, make: Make) -> None:
     names = [make(name, "h e,l o") for name in ("a", "b")]
-    advice(capsys, target, *names, *options, "--engines-at-once", "1")
+    advise.data(*names, "--engines-at-once", "1")
     assert fakes.most_up == 1
 
 
 def test_drafters_of_the_same_last_name_are_told_apart(
-    capsys: Out, fakes: Fakes, make: Make, tmp_path: Path, target: str, options: list[str]
+    advise: Advise, make: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()
     names = [make("small", "h e"), make("other/small", "h e")]
-    found = advice(capsys, target, *names, names[0], *options)
+    found = advise.data(*names, names[0])
     assert [each["drafter"] for each in found["measured"]] == names
 
 
@@ -433,33 +395,19 @@ def test_drafters_of_the_same_last_name_are_told_apart(
     ],
 )
 def test_wrong_options_are_refused(
-    capsys: Out,
-    fakes: Fakes,
-    target: str,
-    small: str,
-    options: list[str],
-    wrong: list[str],
-    sentence: str,
+    advise: Advise, fakes: Fakes, small: str, wrong: list[str], sentence: str
 ) -> None:
-    assert sentence in refused(capsys, target, small, *options, *wrong)
+    assert sentence in advise.refusal(small, *wrong)
     assert fakes.configs == []
 
 
 def test_wrong_names_are_refused_before_anything_is_read(
-    capsys: Out, target: str, small: str
+    advise: Advise, target: str, small: str
 ) -> None:
     absent = f"{target}/absent"
-    assert f"the drafter folder {absent} does not exist" in refused(capsys, target, small, absent)
-    assert f"the target folder {absent} does not exist" in refused(capsys, absent, small)
-
-
-def test_weights_that_are_not_here(make: Make) -> None:
-    folder = Path(make("model", ""))
-    assert missing_weights(str(folder)) == ""
-    index = {"weight_map": {"a": "model.safetensors", "b": "rest.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert missing_weights(str(folder)) == f"{folder} lacks rest.safetensors"
-    assert "are not on this machine (`hf download" in missing_weights("organisation/absent")
+    assert f"the drafter folder {absent} does not exist" in advise.refusal(small, absent)
+    said = refused(advise.out, "advise", absent, small)
+    assert f"the target folder {absent} does not exist" in said
 
 
 @pytest.mark.full
@@ -468,8 +416,8 @@ def test_real_advice(demo_pair: Path, capsys: Out) -> None:
     models = [str(demo_pair / "target"), str(demo_pair / "drafter")]
     prompts = ["--prompts", str(demo_pair / "prompts.jsonl"), "--num-prompts", "2"]
     sizes = ["--max-tokens", "12", "--batch-sizes", "1", "--repeats", "1"]
-    found = advice(
-        capsys, *models, *prompts, *sizes, "--speculative-config", '{"debug": {"calibrate": false}}'
+    found = Advise(capsys).data(
+        *models, *prompts, *sizes, "--speculative-config", '{"debug": {"calibrate": false}}'
     )
     (measured,) = found["measured"]
     assert measured["failure"] == ""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees of the engine's own drafter. `test_tree_engines.py` runs these tests in a child process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +14,6 @@ from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine.trees import scratch
 
 LENGTH, NODES = 8, 8
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fixed": {"controller": "fixed", "debug": {"calibrate": False, "tree_width": 4}},
-    "goodput": {"controller": "goodput", "debug": {"calibrate": False}},
-    "rank": {
-        "controller": "fixed",
-        "debug": {"calibrate": False, "tree_values": "rank", "tree_width": 1},
-    },
-}
 
 
 class Run(NamedTuple):
@@ -59,11 +52,19 @@ def chains(demo_pair: Path, few: list[str]) -> Run:
     return run(demo_pair, few)
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Run:
+@pytest.fixture(scope="module", params=["fixed", "goodput", "rank"])
+def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch, "_SHARE", 3)  # so that a small KV cache has blocks for branches
-        return run(demo_pair, few, tree_nodes=NODES, **SETTINGS[request.param])
+        debug: dict[str, Any] = {"calibrate": False}
+        more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "debug": debug}
+        if request.param == "rank":
+            debug |= {"tree_values": "rank", "tree_width": 1}
+        elif request.param == "fixed":
+            debug["tree_width"] = 4
+        else:
+            more["controller"] = request.param
+        yield run(demo_pair, few, **more)
 
 
 def test_trees_change_no_token(chains: Run, trees: Run, demo_pair: Path, few: list[str]) -> None:

@@ -97,9 +97,10 @@ def joining_and_aborting(llm: LLM, prompts: list[str]) -> Outputs:
 def common_prefix(llm: LLM, prompts: list[str]) -> Outputs:
     """Requests with one long prefix, for the prefix caches of both the target and the drafter."""
     prefix = "\n".join(prompts[:4])[:1500]
-    texts = [prefix + prompt[:200] for prompt in prompts[:12]]
-    first, again = (generate(llm, texts, greedy()) for _ in range(2))
-    return first | {f"again {index}": ids for index, ids in again.items()}
+    return generate(llm, [prefix + p[:200] for p in prompts[:12]], greedy()) | {
+        f"again {k}": v
+        for k, v in generate(llm, [prefix + p[:200] for p in prompts[:12]], greedy()).items()
+    }
 
 
 def with_params(**changes: Any) -> Scenario:

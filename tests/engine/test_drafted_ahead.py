@@ -36,30 +36,30 @@ class Counts(NamedTuple):
         return 1 + self.accepted / self.drafts
 
 
-def counts_of(llm: Any) -> Counts:
-    metrics, stats = metrics_of(llm), read_stats(llm)
-    drafts, accepted = metrics["num_drafts"], metrics["num_accepted_tokens"]
-    return Counts(drafts, accepted, stats["drafts_ahead"], stats["drafts_waited"])
+class Load:
+    """Runs the same texts repeatedly on one engine."""
+
+    def __init__(self, llm: Any, texts: list[str]) -> None:
+        self.llm, self.texts = llm, texts
+
+    def run(self) -> tuple[Outputs, Counts]:
+        before = self._counts()
+        outputs = generate(self.llm, self.texts, greedy(max_tokens=40))
+        return outputs, Counts(*(a - b for a, b in zip(self._counts(), before, strict=True)))
+
+    def _counts(self) -> Counts:
+        metrics, stats = metrics_of(self.llm), read_stats(self.llm)
+        drafts, accepted = metrics["num_drafts"], metrics["num_accepted_tokens"]
+        return Counts(drafts, accepted, stats["drafts_ahead"], stats["drafts_waited"])
 
 
 class Compared(NamedTuple):
-    """An engine with a drafter process, and the results of the same texts without one.
-
-    Attributes:
-        inline: Counters of the engine without a drafter process.
-    """
+    """A load with a drafter process, and the results of the same load without one (`inline`)."""
 
     name: str
-    llm: Any
-    texts: list[str]
+    load: Load
     outputs: Outputs
     inline: Counts
-
-    def run(self) -> Counts:
-        """Run the texts and return their counters. The output must not change."""
-        before = counts_of(self.llm)
-        assert generate(self.llm, self.texts, greedy(max_tokens=40)) == self.outputs
-        return Counts(*(a - b for a, b in zip(counts_of(self.llm), before, strict=True)))
 
 
 @pytest.fixture(scope="module", params=["demo", "code"])
@@ -72,28 +72,29 @@ def pair(request: pytest.FixtureRequest, code_prompts: list[str]) -> Iterator[Co
         target, drafter = folder / "code-target-13M", folder / "code-draft-1.7M"
     texts = [text[:400] for text in code_prompts[:8]]
     with engine(target, slem(drafter)) as llm:
-        outputs, inline = generate(llm, texts, greedy(max_tokens=40)), counts_of(llm)
+        outputs, inline = Load(llm, texts).run()
     del llm
     gc.collect()
     with engine(target, process(drafter)) as llm:
-        yield Compared(request.param, llm, texts, outputs, inline)
+        yield Compared(request.param, Load(llm, texts), outputs, inline)
 
 
 @pytest.fixture
 def slow_target(pair: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
-    patient(pair.llm, monkeypatch)
+    patient(pair.load.llm, monkeypatch)
 
 
 @pytest.fixture
 def waits(pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine waits for every missing draft, whatever it costs."""
-    observer = proposer_of(pair.llm).drafting.observer
+    observer = proposer_of(pair.load.llm).drafting.observer
     monkeypatch.setattr(observer, "wait", lambda missing, *_: (max(missing.values()), 10.0))
 
 
-def test_as_many_tokens_are_accepted_as_without_a_process(pair: Compared, waits: None) -> None:
+def test_accepted_as_far_as_drafts_made_on_the_spot(pair: Compared, waits: None) -> None:
     """More tokens may be accepted; how many depends on the texts."""
-    counts = pair.run()
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
     assert counts.drafts <= 1.05 * pair.inline.drafts
     few = 0.01 * counts.drafts
     assert counts.accepted >= 0.95 * pair.inline.accepted - few
@@ -102,8 +103,9 @@ def test_as_many_tokens_are_accepted_as_without_a_process(pair: Compared, waits:
     assert counts.hits + counts.waited >= counts.drafts
 
 
-def test_drafts_that_need_no_wait_are_accepted_as_often(pair: Compared, slow_target: None) -> None:
-    counts = pair.run()
+def test_without_waiting_what_is_there_is_no_worse(pair: Compared, slow_target: None) -> None:
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
     assert counts.waited == 0
     assert 0 < counts.drafts <= counts.hits
     assert counts.acceptance_length > 0.9 * pair.inline.acceptance_length
@@ -126,33 +128,35 @@ class Probing(Fixed):
         self.not_guessed += verified == 0
 
 
-def test_probes_measure_acceptance_and_wait_for_no_draft(
+def test_probes_show_what_drafts_bring_and_wait_for_none(
     pair: Compared, slow_target: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer = proposer_of(pair.llm)
+    proposer = proposer_of(pair.load.llm)
     monkeypatch.setattr(proposer.drafting.control, "controller", controller := Probing())
-    counts = pair.run()
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
     assert counts.waited == 0
     assert 0 < controller.verified == counts.drafts
     assert controller.not_guessed > 0
     assert counts.acceptance_length > 0.7 * pair.inline.acceptance_length
 
 
-def test_tokens_that_the_target_would_have_merged_are_hardly_accepted(
+def test_what_the_target_would_have_joined_is_hardly_accepted(
     pair: Compared, waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the check `may_follow`, fewer tokens are accepted, so the first test covers it."""
     if pair.name == "demo":
         pytest.skip("its texts have hardly any place for it")
     monkeypatch.setattr(TextBridge, "may_follow", lambda *_: True)
-    counts = pair.run()
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
     assert counts.acceptance_length < 0.97 * pair.inline.acceptance_length
 
 
 def test_wrong_guesses_are_never_hit(
     pair: Compared, waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = proposer_of(pair.llm).drafting.source._look
+    look = proposer_of(pair.load.llm).drafting.source._look
     context = look._bridge.open()
     context.append([token for ids in pair.outputs.values() for token in ids])
     written = look._spelled(context.ids)
@@ -167,7 +171,8 @@ def test_wrong_guesses_are_never_hit(
         return found._replace(ids=[wrong] * len(found.ids) + end)
 
     monkeypatch.setattr(DraftTable, "read", misread)
-    counts = pair.run()
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
     assert counts.hits == counts.accepted == 0
     assert counts.drafts > 0
 
@@ -182,12 +187,13 @@ def test_remainders_of_other_texts_are_not_accepted(
         return None if chain is None else MatchedContinuation(0, list(chain))
 
     monkeypatch.setattr(lookup, "find_remainder", unmatched)
-    counts = pair.run()
+    outputs, counts = pair.load.run()
+    assert outputs == pair.outputs
     assert counts.drafts > 0
     assert counts.acceptance_length < 0.75 * pair.inline.acceptance_length
 
 
-def test_goodput_includes_the_cost_of_the_process(
+def test_goodput_knows_what_the_process_costs(
     demo_pair: Path, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The cost is known after start-up. Later it includes how long the target has waited."""

@@ -2,7 +2,6 @@
 """The drafter's configuration: it is derived from the target's, which must not change."""
 
 from dataclasses import is_dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from harness import engine, metrics_of, slem, with_config
 from huggingface_hub import constants
 from scenarios import generate, greedy
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -54,22 +53,8 @@ def target_config(demo_pair: Path, **changes: Any) -> VllmConfig:
     return config
 
 
-def options(
-    demo_pair: Path, *, method: str = "slem", model: Path | str | None = None, **changes: Any
-) -> HeteroOptions:
-    return HeteroOptions(method, str(model or demo_pair / "drafter"), 4, **changes)
-
-
-def model_config(demo_pair: Path, **changes: Any) -> ModelConfig:
-    """Return the drafter's model configuration for these options."""
-    return drafter_model_config(
-        options(demo_pair, **changes), target_config(demo_pair).model_config
-    )
-
-
-def mask_of(demo_pair: Path, **changes: Any) -> int | None:
-    """Return the mask token of a parallel drafter for these options."""
-    return parallel_mask(model_config(demo_pair, **changes), options(demo_pair, **changes))
+def options(demo_pair: Path, **changes: Any) -> HeteroOptions:
+    return HeteroOptions("slem", str(demo_pair / "drafter"), 4, **changes)
 
 
 def drafter_config(target: VllmConfig, options: HeteroOptions, *, solo: bool = False) -> VllmConfig:
@@ -97,7 +82,7 @@ def test_target_configuration_is_left_alone(
     assert not shared
 
 
-def test_the_drafter_does_not_use_the_kernels_of_a_compiled_target(
+def test_a_compiled_targets_kernels_are_not_the_drafters(
     demo_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiled target uses native operations, as on a GPU. The drafter chooses its own kernels.
@@ -122,7 +107,7 @@ def test_the_drafter_does_not_use_the_kernels_of_a_compiled_target(
         assert found.fused_add_rms_norm == ["oink", *kernels]
 
 
-def test_settings_of_the_targets_weights_kernels_and_kv_are_not_copied(demo_pair: Path) -> None:
+def test_what_is_said_of_the_target_is_not_said_of_the_drafter(demo_pair: Path) -> None:
     """Settings of the target's weight files, KV cache, kernels and attention do not apply.
 
     A user or vLLM has set them. The KV dtype is that of DeepSeek's sparse attention, and the block
@@ -163,7 +148,7 @@ def test_settings_of_the_targets_weights_kernels_and_kv_are_not_copied(demo_pair
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy", "runai_streamer", "a plugin's"])
-def test_a_load_format_of_no_particular_files_is_copied(demo_pair: Path, load_format: str) -> None:
+def test_weights_are_read_as_the_targets(demo_pair: Path, load_format: str) -> None:
     target = target_config(demo_pair)
     target.load_config = LoadConfig(load_format, model_loader_extra_config={"concurrency": 4})
     found = drafter_config(target, options(demo_pair)).load_config
@@ -171,9 +156,10 @@ def test_a_load_format_of_no_particular_files_is_copied(demo_pair: Path, load_fo
     assert found.model_loader_extra_config == {"concurrency": 4}
 
 
-def test_the_drafter_can_have_its_own_attention_and_kv_dtype(demo_pair: Path) -> None:
+def test_own_attention_and_kv(demo_pair: Path) -> None:
     chosen = options(demo_pair, attention_backend="TRITON_ATTN", kv_cache_dtype="fp8")
-    found = drafter_config(target_config(demo_pair), chosen, solo=True)
+    target = target_config(demo_pair)
+    found = drafter_config(target, chosen, solo=True)
     assert found.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
     assert found.cache_config.cache_dtype == "fp8"
     for key, value, supported in (
@@ -181,7 +167,7 @@ def test_the_drafter_can_have_its_own_attention_and_kv_dtype(demo_pair: Path) ->
         ("kv_cache_dtype", "fp7", "'auto', 'float16'"),
     ):
         with pytest.raises(ConfigError, match=f"^{key} is '{value}': .*{supported}"):
-            model_config(demo_pair, **{key: value})
+            drafter_model_config(options(demo_pair, **{key: value}), target.model_config)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +192,7 @@ def test_the_pool_leaves_the_target_its_memory(
     assert kv_budget(options(demo_pair), target, 1, bytes_for) < 1 << 24
 
 
-def test_a_drafter_that_cannot_use_the_targets_dtype_keeps_its_own(
+def test_a_dtype_that_the_drafter_cannot_have(
     demo_pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The target's dtype is only a default. If the drafter cannot use it, it keeps its own dtype.
@@ -214,47 +200,54 @@ def test_a_drafter_that_cannot_use_the_targets_dtype_keeps_its_own(
     The log contains both. A dtype that the user names is refused instead.
     """
     own = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "dtype": "bfloat16"}
-    folder = with_config(demo_pair / "drafter", tmp_path, **own)
+    name = str(with_config(demo_pair / "drafter", tmp_path, **own))
     target = target_config(demo_pair, dtype="float16").model_config
     with caplog.at_level("INFO", logger="vllm.hetero_spec"):
-        found = drafter_model_config(options(demo_pair, model=folder), target)
+        found = drafter_model_config(HeteroOptions("slem", name, 4), target)
     assert found.dtype == torch.bfloat16
     assert "The drafter runs in torch.bfloat16, the target in torch.float16" in caplog.text
     assert "does not support float16" in caplog.text
+    named = HeteroOptions("slem", name, 4, dtype="float16")
     with pytest.raises(ConfigError, match="does not support float16"):
-        model_config(demo_pair, model=folder, dtype="float16")
+        drafter_model_config(named, target)
 
 
 @pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
 def test_a_parallel_drafter_is_recognized(demo_pair: Path, tmp_path: Path, key: str) -> None:
-    mask = partial(
-        mask_of, demo_pair, model=with_config(demo_pair / "drafter", tmp_path, **{key: 7})
-    )
+    name = str(with_config(demo_pair / "drafter", tmp_path, **{key: 7}))
+    target = target_config(demo_pair).model_config
+
+    def mask(method: str = "hetero", **keys: Any) -> int | None:
+        given = HeteroOptions(method, name, 4, **keys)
+        return parallel_mask(drafter_model_config(given, target), given)
+
     assert mask() == mask(parallel_drafting=True) == 7
     assert mask(parallel_drafting=False) is None
-    assert mask(method="slrs", parallel_drafting=False) is None
+    assert mask("slrs", parallel_drafting=False) is None
     with pytest.raises(ConfigError, match=r"^method 'slrs' looks ahead .* parallel drafter"):
-        mask(method="slrs")
+        mask("slrs")
 
 
-def test_a_parallel_drafter_without_a_usable_mask_is_refused(
-    demo_pair: Path, tmp_path: Path
-) -> None:
+def test_a_parallel_drafter_that_cannot_be(demo_pair: Path, tmp_path: Path) -> None:
+    target = target_config(demo_pair).model_config
+    given = options(demo_pair, parallel_drafting=True)
     with pytest.raises(ConfigError, match=r"^parallel_drafting is true, but .* no mask token"):
-        mask_of(demo_pair, parallel_drafting=True)
-    folder = with_config(demo_pair / "drafter", tmp_path, pard_token=9999)
+        parallel_mask(drafter_model_config(given, target), given)
+    name = str(with_config(demo_pair / "drafter", tmp_path, pard_token=9999))
+    given = HeteroOptions("slem", name, 4)
     with pytest.raises(ConfigError, match="mask token 9999 and embeddings of 2048"):
-        mask_of(demo_pair, model=folder)
+        parallel_mask(drafter_model_config(given, target), given)
 
 
 def test_a_drafter_of_hidden_states_is_refused(demo_pair: Path, tmp_path: Path) -> None:
     eagle = ["LlamaForCausalLMEagle3"]
-    folder = with_config(demo_pair / "drafter", tmp_path, architectures=eagle)
+    name = str(with_config(demo_pair / "drafter", tmp_path, architectures=eagle))
+    target = target_config(demo_pair).model_config
     with pytest.raises(ConfigError, match="LlamaForCausalLMEagle3, which reads the hidden states"):
-        model_config(demo_pair, model=folder)
+        drafter_model_config(HeteroOptions("hetero", name, 4), target)
 
 
-def test_while_the_hub_is_offline_a_name_means_its_folder_in_the_cache(
+def test_a_name_is_a_folder_while_the_hub_is_offline(
     demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder replaces the name, as it does for the target.
@@ -268,10 +261,11 @@ def test_while_the_hub_is_offline_a_name_means_its_folder_in_the_cache(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = model_config(demo_pair, model="some/drafter")
+    target = target_config(demo_pair).model_config
+    found = drafter_model_config(HeteroOptions("slem", "some/drafter", 4), target)
     assert (found.model, found.tokenizer) == (str(snapshot), str(snapshot))
     with pytest.raises(ConfigError, match="the drafter 'other/drafter' cannot be used"):
-        model_config(demo_pair, model="other/drafter")
+        drafter_model_config(HeteroOptions("slem", "other/drafter", 4), target)
 
 
 def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
@@ -282,8 +276,9 @@ def test_drafter_waits_for_no_other_engine(demo_pair: Path) -> None:
     parallel = drafter_config(target, options(demo_pair)).parallel_config
     assert parallel.data_parallel_size == 1
     assert target.parallel_config.data_parallel_size == 2
+    model = drafter_model_config(options(demo_pair), target.model_config)
     mixture = SimpleNamespace(is_moe=True)
-    assert not model_config(demo_pair).is_moe
+    assert not model.is_moe
     with pytest.raises(ConfigError, match="drafter' is a mixture of experts"):
         drafter_vllm_config(target, mixture, options(demo_pair), solo=False)  # type: ignore[arg-type]
 

@@ -57,7 +57,7 @@ def test_texts_are_the_targets_own(
 
 
 @pytest.mark.full
-def test_one_request_at_a_time_leaves_nothing(llm: Any, texts: list, alone: Outputs) -> None:
+def test_texts_that_come_and_go(llm: Any, texts: list, alone: Outputs) -> None:
     """With one request at a time, nothing of earlier requests is left in the process."""
     for index in (3, 0, 3):
         assert generate(llm, [texts[index]], greedy())["0"] == alone[str(index)]
@@ -79,7 +79,9 @@ def test_a_salt_of_any_length_costs_no_draft(llm: Any, texts: list, alone: Outpu
 
 
 @pytest.mark.full
-def test_a_thousand_aborted_requests_leave_nothing(llm: Any, texts: list, alone: Outputs) -> None:
+def test_a_thousand_requests_that_are_aborted_leave_nothing(
+    llm: Any, texts: list, alone: Outputs
+) -> None:
     """Nothing is left in the engine or in the drafter process."""
     engine, before = llm.llm_engine, read_stats(llm)
     for number in range(1000 + 4):
@@ -124,7 +126,7 @@ def test_a_process_at_a_tenth_of_its_speed_costs_no_request(
 
 
 @pytest.mark.full
-def test_a_timing_runs_forwards_of_the_given_size(llm: Any, texts: list, alone: Outputs) -> None:
+def test_its_forwards_are_timed_as_they_are(llm: Any, texts: list, alone: Outputs) -> None:
     """Each timing runs new forwards of the given number of tokens.
 
     More tokens than a forward may have are read in two forwards.
@@ -164,7 +166,7 @@ def test_a_timing_runs_forwards_of_the_given_size(llm: Any, texts: list, alone: 
 
 
 @pytest.mark.full
-def test_the_process_listens_only_locally_and_runs_on_its_cores(llm: Any) -> None:
+def test_the_process_listens_to_nobody_and_has_its_cores(llm: Any) -> None:
     child = child_of(llm)
     listening = [c for c in child.net_connections() if c.status == psutil.CONN_LISTEN]
     assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in listening)
@@ -172,7 +174,7 @@ def test_the_process_listens_only_locally_and_runs_on_its_cores(llm: Any) -> Non
 
 
 @pytest.mark.full
-def test_the_process_has_a_name_and_leaves_no_folder(
+def test_the_process_has_a_name_and_no_folder(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name distinguishes it from a rank in `ps`. vLLM kills it when a server ends.
@@ -211,7 +213,7 @@ def test_a_process_that_is_killed_is_started_again(
 
 
 @pytest.mark.full
-def test_a_process_that_is_stopped_delays_no_request(
+def test_a_process_that_is_stopped_holds_nobody_up(
     llm: Any, texts: list, alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_until_up(llm)
@@ -227,7 +229,7 @@ def test_a_process_that_is_stopped_delays_no_request(
 
 
 @pytest.mark.full
-def test_the_process_ends_with_its_engine(llm: Any, texts: list, alone: Outputs) -> None:
+def test_the_process_ends_where_its_engine_does(llm: Any, texts: list, alone: Outputs) -> None:
     """It ends without a signal when the engine's end of the socket is closed."""
     wait_until_up(llm)
     child = child_of(llm)

@@ -53,7 +53,15 @@ class Scripted(Fixed):
         self.tokens: list[int] = []
         self.verified: list[tuple[int, int]] = []
 
-    def plan(self, batch: int, limits: Any, *rest: Any) -> LookaheadPlan:
+    def plan(
+        self,
+        batch: int,
+        limits: Any,
+        pending: Any = None,
+        random: Any = None,
+        buckets: Any = (),
+        left: Any = None,
+    ) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script
         return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
@@ -121,19 +129,9 @@ def drafts_of(lengths: dict[str, int], confidence: float) -> list[Draft]:
     return [Draft.chain(name, [1] * n, [confidence] * n) for name, n in lengths.items()]
 
 
-def control_of(controller: Controller) -> LookaheadControl:
-    return LookaheadControl(controller, can_stop_early=False)
-
-
-def observed_and_planned(control: LookaheadControl, step: StepView, *unread: int) -> StepPlan:
-    """Plan after a step. By default, the drafter has read all tokens."""
-    control.observe(step)
-    return control.plan(step, unread or [0] * len(step.requests))
-
-
-def test_steps_with_prefill_are_not_learnt_from() -> None:
+def test_steps_with_prompts_in_them_teach_nothing() -> None:
     controller = Scripted()
-    control = control_of(controller)
+    control = LookaheadControl(controller, can_stop_early=False)
     control.observe(step_of({"a": [1], "b": [1]}, rows=30, new=True))
     control.observe(step_of({"a": [7, 8, 1], "b": [1]}, {"a": 3}))
     control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and is prefilled again
@@ -143,21 +141,22 @@ def test_steps_with_prefill_are_not_learnt_from() -> None:
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_step_is_learnt_from_after_its_drafts_have_begun(first: bool) -> None:
-    """The controller learns before the plan only if it has `learns_first`."""
+def test_what_a_step_teaches_is_learnt_when_drafts_have_begun(first: bool) -> None:
+    """It is learnt before the plan only if the controller has `learns_first`."""
     controller = Scripted(4)
     controller.learns_first = first
-    control = control_of(controller)
-    observed_and_planned(control, step_of({"a": [1]}))
+    control, step = LookaheadControl(controller, can_stop_early=False), step_of({"a": [1]})
+    control.observe(step)
+    control.plan(step, [0])
     assert controller.steps == [(1, 1)] * first
     control.learn()
     assert controller.steps == [(1, 1)]
 
 
-def test_a_draft_may_be_verified_after_steps_of_other_batches() -> None:
+def test_other_batches_come_before_a_draft_is_verified() -> None:
     """This happens with pipeline stages. Drafts of requests that have ended are forgotten."""
     controller = Scripted(4, 0)
-    control = control_of(controller)
+    control = LookaheadControl(controller, can_stop_early=False)
 
     def observed(sampled: dict[str, list[int]], drafted: dict[str, int] | None, live: str) -> None:
         control.observe(replace(step_of(sampled, drafted), live=set(live)))
@@ -178,11 +177,11 @@ NOTHING = DraftTiming(0.1, 0.01, 0, 0, 0)
 
 
 def precomputed(controller: Controller) -> tuple[LookaheadControl, PrecomputedDrafts]:
-    control = control_of(controller)
+    control = LookaheadControl(controller, can_stop_early=False)
     return control, PrecomputedDrafts(control)
 
 
-def test_missing_precomputed_drafts_are_learnt_from() -> None:
+def test_drafts_that_were_not_there_are_learnt_from() -> None:
     """They count as drafts of length 0, unless the request sets its own draft length.
 
     This controller has no costs, so the target never waits for a draft.
@@ -198,7 +197,7 @@ def test_missing_precomputed_drafts_are_learnt_from() -> None:
     assert ahead.guesses(2, 4, 1.0, 8) == 8
 
 
-def test_a_probe_is_kept_until_its_precomputed_drafts_are_ready() -> None:
+def test_a_probe_is_kept_until_its_drafts_are_there() -> None:
     """The target waits only if the drafter has not finished the probe after two steps."""
     controller = Scripted(3, 3, 0, probe=True)
     control, ahead = precomputed(controller)
@@ -235,7 +234,7 @@ def test_a_probe_is_kept_until_its_precomputed_drafts_are_ready() -> None:
     assert controller.verified == [(0, 0)]
 
 
-def test_precomputed_drafts_cost_the_time_that_the_target_waits() -> None:
+def test_what_the_target_waits_for_is_what_drafting_costs() -> None:
     """Costs come from observed times. Drafting that is not exposed costs nothing, but is timed."""
     costs = CostModel(target=[(1, 0.05), (8, 0.05)], drafter=[(1, 0.004), (8, 0.004)])
     known = Estimates.of(costs, 4)
@@ -256,7 +255,7 @@ def test_precomputed_drafts_cost_the_time_that_the_target_waits() -> None:
     assert ahead.wait({"a": 4}, 20.0, 0) == (0, 0.0)
 
 
-def test_late_drafts_have_an_acceptance_rate_of_their_own() -> None:
+def test_drafts_that_were_waited_for_are_learnt_by_themselves() -> None:
     """Drafts that were ready, or that did not arrive, do not change these rates."""
     costs = CostModel(target=[(1, 0.05), (8, 0.06)], drafter=[(1, 0.004), (8, 0.004)])
     control, ahead = precomputed(Goodput(Estimates.of(costs, 4)))
@@ -281,12 +280,14 @@ def test_late_drafts_have_an_acceptance_rate_of_their_own() -> None:
     assert late.share == known_now
 
 
-def test_a_requests_own_draft_length_replaces_the_controllers() -> None:
-    control = control_of(Scripted(3, 3, 0))
+def test_what_requests_ask_for_goes_first() -> None:
+    control = LookaheadControl(Scripted(3, 3, 0), can_stop_early=False)
+    asked = {"b": 0, "c": 2, "d": 9}
 
     def planned(sampled: dict[str, list[int]]) -> StepPlan:
-        step = step_of(sampled, asked={"b": 0, "c": 2, "d": 9})
-        return observed_and_planned(control, step)
+        step = step_of(sampled, asked=asked)
+        control.observe(step)
+        return control.plan(step, [0] * len(sampled))
 
     four: dict[str, list[int]] = {name: [1] for name in "abcd"}
     assert planned(four) == StepPlan([3, 0, 2, 4], [True, False, True, True])
@@ -296,8 +297,8 @@ def test_a_requests_own_draft_length_replaces_the_controllers() -> None:
     assert planned(four).lookahead == [0, 0, 4]
 
 
-def test_ended_requests_are_neither_read_nor_drafted_for() -> None:
-    """If all have ended, the length that later steps are scheduled with stays."""
+def test_who_has_ended_is_left_alone() -> None:
+    """It is neither read nor drafted for. If all have ended, the requested length stays."""
     ended = {
         "a": RequestParams(0, end_ids=frozenset({7})),
         "b": RequestParams(0, max_tokens=5),
@@ -305,11 +306,12 @@ def test_ended_requests_are_neither_read_nor_drafted_for() -> None:
         "d": RequestParams(0, max_tokens=7, end_ids=frozenset({7})),
     }
     for names in ("abcd", "abc"):
-        control = control_of(Fixed(4))
+        control = LookaheadControl(Fixed(4), can_stop_early=False)
         step = step_of({name: [7 if name == "a" else 1] for name in names}, buckets=[0, 2, 4])
         requests = [each._replace(params=ended[each.req_id]) for each in step.requests]
         step, control.requested_length = replace(step, requests=requests), 2
-        plan = observed_and_planned(control, step, *[1] * len(names))
+        control.observe(step)
+        plan = control.plan(step, [1] * len(names))
         assert plan == StepPlan([0, 0, 0, 4][: len(names)], [False] * 3 + [True] * ("d" in names))
         assert control.requested_length == (4 if "d" in names else 2)
     full = step_of({"a": [1]})
@@ -317,24 +319,27 @@ def test_ended_requests_are_neither_read_nor_drafted_for() -> None:
     assert all(replace(full, max_model_len=11).going_on)
 
 
-def test_branch_statistics_record_whether_trees_have_room() -> None:
+def test_the_controller_is_told_whether_trees_have_room() -> None:
     controller, room = Goodput(Estimates.of(CostModel(), 4)), TreeRoom(nodes=8, rows=40, branches=2)
     branches = BranchStatistics()
     policy = TreePolicy(TreeValues.unknown(), branches, DraftStats())
     control = LookaheadControl(controller, can_stop_early=False, policy=policy)
     for trees in (room, room._replace(branches=0), None, room):
-        observed_and_planned(control, replace(step_of({"a": [1]}), trees=trees))
+        step = replace(step_of({"a": [1]}), trees=trees)
+        control.observe(step)
+        control.plan(step, [0])
         assert branches.room == (trees is room)
 
 
-def test_a_plan_waits_for_a_step_with_drafts_of_its_length() -> None:
+def test_a_plan_waits_for_a_step_that_may_draft_so_far() -> None:
     """With asynchronous scheduling, a requested length applies one or two steps later."""
     controller = Scripted(3, 1, 4, 0, 2)
-    control = control_of(controller)
+    control = LookaheadControl(controller, can_stop_early=False)
 
     def planned(lookahead: int, **asked: int) -> tuple[list[int], int]:
         step = step_of({"a": [1], "b": [1]}, lookahead=lookahead, buckets=[0, 2, 4], asked=asked)
-        return observed_and_planned(control, step).lookahead, control.requested_length
+        control.observe(step)
+        return control.plan(step, [0, 0]).lookahead, control.requested_length
 
     assert planned(0) == ([0, 0], 4)
     assert planned(0) == ([0, 0], 4)
@@ -347,26 +352,27 @@ def test_a_plan_waits_for_a_step_with_drafts_of_its_length() -> None:
     assert planned(2, b=3) == ([0, 2], 4)  # a request's own length
 
 
-def test_a_requests_own_draft_length_is_that_of_a_chain() -> None:
+def test_what_a_request_asks_for_itself_is_no_tree() -> None:
     """If drafts may be trees, steps are scheduled with more rows than a chain has."""
-    control = control_of(Scripted(0))
+    control = LookaheadControl(Scripted(0), can_stop_early=False)
     step = step_of({"a": [1]}, lookahead=4, buckets=[0, 2, 4, 16], asked={"a": 64})
     assert control.plan(replace(step, longest=4), [0]).lookahead == [4]
     assert control.requested_length == 4
 
 
-def test_a_plan_that_waits_too_long_is_dropped() -> None:
+def test_a_plan_does_not_wait_for_ever() -> None:
     controller = Scripted(*[4] * 3)
-    control = control_of(controller)
+    control = LookaheadControl(controller, can_stop_early=False)
     step = step_of({"a": [1]}, lookahead=0, buckets=[0, 2, 4])
     for _ in range(12):
         assert control.plan(step, [0]).lookahead == [0]
     assert len(controller.script) == 1
 
 
-def test_a_waiting_plan_is_replaced_if_the_batch_changes_except_for_a_probe() -> None:
+def test_a_plan_is_made_anew_for_other_requests_but_for_a_probe() -> None:
     for probe in (False, True):
-        control = control_of(Scripted(4, 3, probe=probe))
+        controller = Scripted(4, 3, probe=probe)
+        control = LookaheadControl(controller, can_stop_early=False)
         control.plan(step_of({"a": [1], "b": [1]}, lookahead=0, buckets=[0, 2, 4]), [0, 0])
         other = step_of({"c": [1], "a": [1]}, lookahead=4, buckets=[0, 2, 4])
         assert control.plan(other, [0, 0]).lookahead == ([0, 4] if probe else [3, 3])
@@ -382,20 +388,22 @@ def prompted(outputs: dict[str, int]) -> StepView:
 
 
 @pytest.mark.parametrize("controller", [Fixed(4), ConfidenceStop(0.4, 4)])
-def test_long_contexts_wait_while_others_produce_first_tokens(controller: Controller) -> None:
-    """They wait for a limited number of tokens.
+def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
+    """While first tokens are produced, long contexts are not read, up to a limit.
 
     A short context is read, unless its request has just begun and another one has no token yet.
     """
-    control = control_of(controller)
+    control = LookaheadControl(controller, can_stop_early=False)
     long, short = 500, 40
 
     def read(outputs: dict[str, int], *unread: int) -> tuple[str, int]:
-        """Return the requests that are read, and the number of those that wait."""
-        plan = observed_and_planned(control, prompted(outputs), *unread)
+        step = prompted(outputs)
+        control.observe(step)
+        plan = control.plan(step, unread)
         assert all(reads or not n for reads, n in zip(plan.reads, plan.lookahead, strict=True))
-        names = [name for name, reads in zip(outputs, plan.reads, strict=True) if reads]
-        return "".join(names), plan.num_waiting
+        return "".join(n for n, reads in zip(outputs, plan.reads, strict=True) if reads), (
+            plan.num_waiting
+        )
 
     assert read({"a": 1}, long) == ("", 1)
     assert read({"a": 1}, short) == ("a", 0)
@@ -406,7 +414,7 @@ def test_long_contexts_wait_while_others_produce_first_tokens(controller: Contro
     assert read({"a": 5, "b": 4, "d": 0}, long, long, long) == ("a", 1)
 
 
-def test_no_draft_delays_a_first_token() -> None:
+def test_no_draft_holds_up_a_first_token() -> None:
     """While a request waits for its first token, others that have just begun have no drafts.
 
     This also holds if they set their own draft length.
@@ -418,30 +426,39 @@ def test_no_draft_delays_a_first_token() -> None:
             limits.append(list(given))
             return super().plan(batch, given, *rest)
 
-    control, step = control_of(Limited(2)), prompted({"a": 1, "b": 2, "c": 0})
+    control = LookaheadControl(Limited(2), can_stop_early=False)
     for _ in range(2):
-        observed_and_planned(control, step, 40, 40, 40)
+        step = prompted({"a": 1, "b": 2, "c": 0})
+        control.observe(step)
+        control.plan(step, [40] * 3)
     assert limits == [[0, 4, 0], [0, 4, 0]]
     wishing = [request._replace(params=RequestParams(0, lookahead=3)) for request in step.requests]
     assert control.plan(replace(step, requests=wishing), [40] * 3).lookahead == [0, 3, 0]
     assert control.plan(replace(step, requests=wishing[:2]), [40] * 2).lookahead == [3, 3]
 
 
-def test_long_contexts_are_read_only_for_drafts_of_their_request() -> None:
-    """Short contexts of other requests are read beside drafts, but not beside a probe."""
+def test_long_contexts_are_read_for_drafts_alone() -> None:
+    """In a step with drafts, short contexts of other requests are read, too.
+
+    A long context is read only for a draft of its own request. A probe reads no other contexts.
+    """
 
     class One(Scripted):
         def plan(self, *args: Any) -> LookaheadPlan:
             return LookaheadPlan((2, 0, 0), probe=self.probe)
 
     for probe, reads in ((False, [True, True, False]), (True, [True, False, False])):
-        control, step = control_of(One(1, probe=probe)), prompted(dict.fromkeys("abc", 9))
-        plan = observed_and_planned(control, step, 500, 3, 500)
-        assert plan == StepPlan([2, 0, 0], reads)
+        control = LookaheadControl(One(1, probe=probe), can_stop_early=False)
+        step = prompted(dict.fromkeys("abc", 9))
+        control.observe(step)
+        assert control.plan(step, [500, 3, 500]) == StepPlan([2, 0, 0], reads)
 
 
-def test_the_planned_length_of_a_draft_that_was_stopped_early_is_not_learnt() -> None:
-    """The controller decides once for each decode step whether to stop."""
+def test_a_draft_that_was_ended_did_not_run_dry() -> None:
+    """The controller receives the planned length only of drafts that it did not stop early.
+
+    It decides once for each decode step.
+    """
     told: list[tuple[Any, ...]] = []
     asked: list[int] = []
 
@@ -455,7 +472,9 @@ def test_the_planned_length_of_a_draft_that_was_stopped_early_is_not_learnt() ->
 
     control = LookaheadControl(Stopping(4, 4), can_stop_early=True)
     for drafted in ({}, {"a": 2, "b": 1}):
-        observed_and_planned(control, step_of({"a": [7], "b": [9]}, drafted, new=True))
+        step = step_of({"a": [7], "b": [9]}, drafted, new=True)
+        control.observe(step)
+        control.plan(step, [0] * 2)
         assert control.continue_drafting({"a": [0.5], "b": [0.5]})
         if not drafted:  # in the second round it is called only once
             assert not control.continue_drafting({"a": [0.5, 0.4], "b": [0.5, 0.4]})
@@ -466,19 +485,22 @@ def test_the_planned_length_of_a_draft_that_was_stopped_early_is_not_learnt() ->
     assert [figures[-2:] for figures in told] == [(0, False), (0, True), (4, False), (4, True)]
 
 
-def test_confidence_of_0_disables_speculation() -> None:
-    """All drafts are cut to length 0, so none is verified."""
+def test_drafts_that_are_cut_to_nothing_end_drafting() -> None:
+    """If confidence is always 0, no draft is verified. This disables speculation, too."""
     now = 0.0
     target = [(1, 0.039), (6, 0.039), (8, 0.041), (12, 0.052), (16, 0.054), (24, 0.068), (48, 0.12)]
     costs = CostModel(target, drafter=[(1, 0.0015), (8, 0.0016)])
-    control = control_of(Goodput(Estimates.of(costs, 4), clock=lambda: now))
+    control = LookaheadControl(
+        Goodput(Estimates.of(costs, 4), clock=lambda: now), can_stop_early=False
+    )
     drafted: dict[str, int] = {}
     drafting = []
     took = proposing = 0.0
     for number in range(100):
         sampled: dict[str, list[int]] = {name: [1] for name in "abcdefgh"}
         step = step_of(sampled, drafted, new=not number, seconds=(took, took + proposing))
-        lookahead = observed_and_planned(control, step).lookahead
+        control.observe(step)
+        lookahead = control.plan(step, [0] * 8).lookahead
         control.learn()
         drafts = drafts_of(
             {name: n for name, n in zip("abcdefgh", lookahead, strict=True) if n}, 0.0

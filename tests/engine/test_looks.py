@@ -19,7 +19,7 @@ from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 from vllm_hetero_spec.lookahead.controllers import Fixed
 
 
-def test_few_steps_without_drafts_are_read() -> None:
+def test_some_of_many_steps_without_drafts_are_looked_at() -> None:
     looks = Looks()
     first = [step for step in range(140) if not looks.passes(step > 0, 4)]
     assert first == [0, 1, 2, 64, 65, 128, 129]
@@ -40,8 +40,8 @@ def llm(demo_pair: Path, alone: Outputs) -> Iterator[Any]:
 
 
 @pytest.fixture
-def steps_read(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
-    """The requests of each step that was read. No step is read because of the time limit."""
+def looked_at(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """The requests of each step that was read. The time limit for unread steps is off."""
     proposer = proposer_of(llm)
     seen: list[list[str]] = []
     after_step, controller = proposer.after_step, proposer.drafting.control.controller
@@ -63,8 +63,8 @@ def steps_of(llm: Any) -> int:
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_few_steps_are_read_while_speculation_is_disabled(
-    llm: Any, steps_read: list[list[str]], texts: list[str], alone: Outputs
+def test_a_drafter_at_rest_is_hardly_asked(
+    llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
 ) -> None:
     """Every step is counted. When the controller drafts again, every step is read."""
     proposer = proposer_of(llm)
@@ -73,24 +73,27 @@ def test_few_steps_are_read_while_speculation_is_disabled(
     assert generate(llm, texts, greedy()) == alone
     after = read_stats(llm)
     steps = after["steps"] - before["steps"]
-    assert len(steps_read) < steps
+    assert len(looked_at) < steps
     assert after["off_steps"] - before["off_steps"] == steps
     assert after["drafts"] == before["drafts"]
-    undrafted = [stats["skipped"].get("not_worth_it", 0) for stats in (before, after)]
-    assert undrafted[1] - undrafted[0] >= 0.9 * sum(map(len, alone.values())) - len(texts)
+    left_alone = [stats["skipped"].get("not_worth_it", 0) for stats in (before, after)]
+    assert left_alone[1] - left_alone[0] >= 0.9 * sum(map(len, alone.values())) - len(texts)
     proposer.drafting.control.controller = Fixed(4)
-    steps_read.clear()
+    looked_at.clear()
     assert generate(llm, texts, greedy()) == alone
-    assert len(steps_read) == steps_of(llm) - after["steps"]
+    assert len(looked_at) == steps_of(llm) - after["steps"]
     assert read_stats(llm)["drafts"] > after["drafts"]
 
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_steps_of_a_request_with_its_own_draft_length_are_read(
-    llm: Any, steps_read: list[list[str]], texts: list[str], alone: Outputs
+def test_a_drafter_at_rest_sees_who_comes(
+    llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
 ) -> None:
-    """It has drafts from its first token on. Until it ends, every step is read."""
+    """A request with its own draft length has drafts from its first token on.
+
+    Until it ends, every step is read.
+    """
     proposer_of(llm).drafting.control.controller = Fixed(0)
     driver, found, steps = llm.llm_engine, dict[str, list[int]](), 0
     driver.add_request("0", texts[0], greedy(max_tokens=200, ignore_eos=True))
@@ -98,7 +101,7 @@ def test_steps_of_a_request_with_its_own_draft_length_are_read(
     while driver.has_unfinished_requests():
         count += 1
         if count == 30:
-            before, looks = read_stats(llm), len(steps_read)
+            before, looks = read_stats(llm), len(looked_at)
             driver.add_request("1", texts[1], greedy(extra_args={LOOKAHEAD_ARG: 3}))
         steps += count >= 30 and len(driver.output_processor.request_states) == 2
         for output in driver.step():
@@ -107,38 +110,41 @@ def test_steps_of_a_request_with_its_own_draft_length_are_read(
     assert found["1"] == alone["1"]
     assert found["0"][: len(alone["0"])] == alone["0"]
     assert read_stats(llm)["drafts"] > before["drafts"]
-    with_it = [step for step in steps_read if any(name.startswith("1") for name in step)]
+    with_it = [step for step in looked_at if any(name.startswith("1") for name in step)]
     assert len(with_it) == steps > 0
-    assert len(steps_read) < 0.4 * count
+    assert len(looked_at) < 0.4 * count
 
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_steps_with_new_requests_are_read_while_speculation_is_disabled(
-    llm: Any, steps_read: list[list[str]], code_prompts: list[str]
+def test_requests_come_and_go_while_the_drafter_rests(
+    llm: Any, looked_at: list[list[str]], code_prompts: list[str]
 ) -> None:
-    """Few other steps are read, and no state of ended requests is kept."""
+    """Steps with a new request or another batch are read, and a few others.
+
+    No state of ended requests is kept.
+    """
     proposer = proposer_of(llm)
     proposer.drafting.control.controller = Fixed(4)
     drafted = joining_and_aborting(llm, code_prompts)
     proposer.drafting.control.controller = Fixed(0)
-    steps_read.clear()
+    looked_at.clear()
     before = steps_of(llm)
     assert joining_and_aborting(llm, code_prompts) == drafted
     steps = steps_of(llm) - before
-    assert len(steps_read) < steps
-    assert len({name for step in steps_read for name in step}) == len(code_prompts[:24])
+    assert len(looked_at) < steps
+    assert len({name for step in looked_at for name in step}) == len(code_prompts[:24])
     generate(llm, code_prompts[:1], greedy(max_tokens=40, ignore_eos=True))
     assert read_stats(llm)["requests_held"] <= 1
 
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_a_step_is_read_if_the_last_one_was_read_long_ago(
-    llm: Any, steps_read: list[list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_slow_step_is_looked_at(
+    llm: Any, looked_at: list[list[str]], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafting_rank, "_UNSEEN", 0.0)
     proposer_of(llm).drafting.control.controller = Fixed(0)
     before = steps_of(llm)
     generate(llm, texts[:1], greedy(max_tokens=40, ignore_eos=True))
-    assert len(steps_read) == steps_of(llm) - before
+    assert len(looked_at) == steps_of(llm) - before

@@ -32,7 +32,7 @@ def learn(of: Estimates, drafts: int) -> None:
     of.acceptance.learn()
 
 
-def test_estimates_are_found_only_with_the_same_setup(tmp_path: Path) -> None:
+def test_it_is_kept_by_what_it_depends_on(tmp_path: Path) -> None:
     PairFile(tmp_path / "pairs", "pair", 32).write(known())
     again = PairFile(tmp_path / "pairs", "pair", 32).read(4)
     assert again is not None
@@ -42,9 +42,7 @@ def test_estimates_are_found_only_with_the_same_setup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1}', "[1", "null", '{"version": 99}'])
-def test_estimates_are_measured_again_if_the_file_is_invalid(
-    tmp_path: Path, text: str, caplog: Any
-) -> None:
+def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) -> None:
     PairFile(tmp_path, "pair").write(known())
     (file,) = tmp_path.iterdir()
     file.write_text(text)
@@ -52,7 +50,7 @@ def test_estimates_are_measured_again_if_the_file_is_invalid(
     assert len([message for message in caplog.messages if "measuring again" in message]) == 1
 
 
-def test_a_folder_that_cannot_be_read_is_logged(
+def test_a_folder_that_cannot_be_looked_into_is_told(
     tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
     """It raises no exception, because other ranks would then wait forever.
@@ -84,9 +82,7 @@ def test_a_folder_that_cannot_be_written_to_is_logged_once(tmp_path: Path, caplo
     assert told.endswith("set XDG_CACHE_HOME to a folder that can be written to.")
 
 
-def test_the_file_is_whole_after_engines_wrote_at_the_same_time(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_engines_that_write_at_once_leave_it_whole(tmp_path: Path, caplog: Any) -> None:
     """This also holds if they have the same process id, as in containers that share a folder."""
     caplog.set_level("INFO", logger="vllm.hetero_spec")
     writers = [PairFile(tmp_path, "pair") for _ in range(4)]
@@ -97,7 +93,7 @@ def test_the_file_is_whole_after_engines_wrote_at_the_same_time(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:
+def test_it_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeypatch: Any) -> None:
     class Owner:
         pass
 
@@ -132,10 +128,8 @@ def test_the_file_is_written_now_and_then_and_at_the_end(tmp_path: Path, monkeyp
     assert drafts() == 8
 
 
-def test_the_file_is_written_often_at_first_and_then_less_often(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """So a server that is killed early has kept something."""
+def test_a_server_that_is_killed_early_has_kept_something(tmp_path: Path, monkeypatch: Any) -> None:
+    """The file is written soon after the start, and later less often."""
     now, written = [0.0], []
     monkeypatch.setattr(pair_file.time, "monotonic", lambda: now[0])
     file, of = PairFile(tmp_path, "pair"), known()
@@ -159,10 +153,10 @@ def test_the_file_is_written_often_at_first_and_then_less_often(
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_a_second_start_has_the_estimates_of_the_first(
+def test_a_second_start_goes_on_where_the_first_ended(
     demo_pair: Path, texts: list[str], alone: Outputs, tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
-    """It times no steps."""
+    """It has the estimates from all drafts of the first start, and times no steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Costs do not change, so drafting continues even if a busy machine has slow steps.
     monkeypatch.setattr(CostModel, "observe_target", lambda *_: None)

@@ -66,21 +66,21 @@ def test_the_same_drafts_and_texts(
         SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3),
     ]
     params = [mixed[index % 3] for index in range(len(texts))]
-
-    def run() -> tuple[list[Any], dict[str, int]]:
-        """Return the outputs of `params`, and the growth of the counters."""
+    runs = []
+    for recorded in (False, True):
+        graphs = None
+        if recorded:
+            monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
+            graphs = record(llm)
         proposer_of(llm).reset()  # the second run does not find KV of the first
-        before = drafted(llm)
+        before, outputs = drafted(llm), []
         assert generate(llm, texts, greedy()) == alone
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        gained = {name: n - before[name] for name, n in drafted(llm).items()}
-        return [output.outputs[0].token_ids for output in outputs], gained
-
-    eager = run()
-    monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
-    graphs = record(llm)
-    assert run() == eager
+        for output in llm.generate(texts, params, use_tqdm=False):
+            outputs.append(output.outputs[0].token_ids)
+        runs.append((outputs, {name: n - before[name] for name, n in drafted(llm).items()}))
+    assert runs[0] == runs[1]
     assert metrics_of(llm)["num_accepted_tokens"] > 0
+    assert graphs is not None
     assert graphs.captured == len(SIZES) * (len(WIDTHS) + 1)
     assert read_stats(llm)["graph_forwards"] == graphs.replays > 50
 

@@ -91,7 +91,7 @@ def numbers_of_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "RequestUpdate", drawn)
 
 
-def test_wrong_probabilities_and_numbers_are_caught(
+def test_wrong_ways_are_caught(
     llm: Any, laws: dict, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Each fault is tested under one rule.

@@ -181,11 +181,11 @@ def test_a_verifier_that_is_told_another_law_is_caught(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "method", ["slem", "tli", "push_forward", "slrs", "union"] if LONG else ["push_forward"]
-)
+@pytest.mark.parametrize("method", ["slem", "tli", "push_forward", "slrs", "union"])
 def test_chunked_prompts(chain_pair: Path, laws: dict, unwritten: tuple, method: str) -> None:
     """Target and drafter prefill prompts in chunks, in the same batch as requests that sample."""
+    if not LONG and method != "push_forward":
+        pytest.skip("one method stands for all in the short run")
     spec = slem(chain_pair / "drafter", lookahead=3, method=method)
     room = {"max_num_seqs": 32, "max_num_batched_tokens": 48, "enable_prefix_caching": False}
     with engine(chain_pair / "target", spec, **room) as llm:

@@ -51,7 +51,7 @@ class Allocator(TorchDispatchMode):
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_memory_tags_of_weights_and_kv(
+def test_drafter_is_allocated_where_it_outlives_sleep(
     demo_pair: Path, prompts: list, code_prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocator = Allocator()
@@ -94,6 +94,6 @@ def test_memory_tags_of_weights_and_kv(
     assert read_stats(llm)["drafts"] > 0
 
 
-def test_no_memory_tags_without_sleep_mode() -> None:
+def test_nothing_is_kept_where_nothing_sleeps() -> None:
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=False))
     assert isinstance(sleep_mode.kept_in_sleep(config), contextlib.nullcontext)

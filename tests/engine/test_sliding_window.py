@@ -4,6 +4,7 @@
 These layers share KV blocks with layers of full attention.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,12 @@ pytestmark = pytest.mark.engine
 
 WINDOW = 24
 KINDS = ("sliding_attention", "full_attention")
-_LAYERS = 4
+
+
 _SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": _LAYERS,
+    "num_hidden_layers": 4,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 64,
@@ -56,6 +58,12 @@ def mistral(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(make, demo_pair, tmp_path_factory.mktemp("mistral"))
 
 
+def everywhere(gemma: Path, out: Path, kind: str) -> Path:
+    """Return a copy of the model with one kind of attention in all layers."""
+    layers = json.loads((gemma / "config.json").read_text())["layer_types"]
+    return with_config(gemma, out, layer_types=[kind] * len(layers))
+
+
 @pytest.fixture(scope="module")
 def gemma_alone(gemma: Path, texts: list[str]) -> Outputs:
     with engine(gemma) as llm:
@@ -78,7 +86,7 @@ def test_drafts_for_another_target(
 
 
 @pytest.mark.full
-def test_a_drafter_has_the_windows_of_vllms_target(
+def test_drafts_look_back_as_far_as_the_target(
     gemma: Path, texts: list, gemma_alone: Outputs
 ) -> None:
     """A drafter equal to the target has all draft tokens accepted, so it has the same windows.
@@ -94,25 +102,25 @@ def test_a_drafter_has_the_windows_of_vllms_target(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_windows_give_other_drafts(
+def test_other_windows_are_other_drafts(
     gemma: Path, texts: list, gemma_alone: Outputs, kind: str, tmp_path: Path
 ) -> None:
     """The same weights with other windows produce other drafts.
 
     Without this, the test above could pass with any windows.
     """
-    changed = with_config(gemma, tmp_path / kind, layer_types=[kind] * _LAYERS)
-    with engine(gemma, slem(changed)) as llm:
+    with engine(gemma, slem(everywhere(gemma, tmp_path / kind, kind))) as llm:
         assert generate(llm, texts, greedy()) == gemma_alone
         assert metrics_of(llm)["num_draft_tokens"] > 100
         assert accepted(llm) < 0.8
 
 
 @pytest.mark.full
-def test_each_model_has_the_window_of_its_own_config(
-    mistral: Path, texts: list, tmp_path: Path
-) -> None:
-    """All draft tokens are accepted only if both have the window."""
+def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Path) -> None:
+    """Target and drafter each use the window of their own config.
+
+    All draft tokens are accepted only if both have the window.
+    """
     near, far = mistral, with_config(mistral, tmp_path / "far", sliding_window=None)
     for target, drafter in ((near, near), (near, far), (far, near)):
         with engine(target, slem(drafter)) as llm:

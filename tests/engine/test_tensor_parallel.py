@@ -98,7 +98,7 @@ def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification
     assert accepted == drafted
 
 
-def test_few_tokens_of_a_row_are_sent_between_nodes(chain_pair: Path) -> None:
+def test_between_nodes_few_tokens_of_a_row_travel(chain_pair: Path) -> None:
     """Drafts are sampled from the few most likely tokens, and only these are sent.
 
     Their probabilities must be renormalized. Otherwise the output has another distribution.

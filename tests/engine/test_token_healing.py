@@ -130,7 +130,7 @@ def test_samples_follow_the_targets_law(
         assert metrics_of(llm)["num_accepted_tokens"] > 0
 
 
-def test_healing_is_used_if_target_tokens_often_end_inside_a_drafter_token(
+def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(
     demo_pair: Path,
 ) -> None:
     """Token healing is used if the target often ends a token inside a drafter token.

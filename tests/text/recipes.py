@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small tokenizers of every supported family, trained on the standard library's sources."""
 
+import importlib.resources
+import importlib.util
 import io
 import json
 import os
@@ -211,3 +213,11 @@ def altered(tokenizer: Tokenizer, **sections: Any) -> Tokenizer:
     for name, component in sections.items():
         setattr(copy, name, component)
     return copy
+
+
+def mistral_files() -> list[Path]:
+    """Return all tokenizer files of mistral_common, or an empty list if it is not installed."""
+    if importlib.util.find_spec("mistral_common") is None:
+        return []
+    data = Path(str(importlib.resources.files("mistral_common"))) / "data"
+    return sorted([*data.glob("tekken*.json"), *data.glob("*.model.v*")])

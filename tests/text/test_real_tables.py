@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte tables of real tokenizers, from the shared folder or from an installed library."""
 
-import importlib.resources
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from laws import TEXTS, assert_exact, assert_written_as_by_the_decoder, not_text
+from recipes import mistral_files
 from tokenizers import Tokenizer
 
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
-
-
-def mistral_files() -> list[Path]:
-    """Return all tokenizer files of mistral_common, or an empty list if it is not installed."""
-    if importlib.util.find_spec("mistral_common") is None:
-        return []
-    data = Path(str(importlib.resources.files("mistral_common"))) / "data"
-    return sorted([*data.glob("tekken*.json"), *data.glob("*.model.v*")])
 
 
 def real_names(shared: Path) -> list[str]:

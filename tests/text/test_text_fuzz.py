@@ -5,12 +5,12 @@ HETERO_SPEC_FUZZ=<number of cases> sets the length of the fuzz test. A thousand 
 seconds. ``pytest -s`` prints the counts.
 """
 
-import importlib.resources
 import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from fuzz_cases import Case
 from fuzz_model import Violation
 from fuzzing import Checker, fuzz
-from recipes import corpus
+from recipes import corpus, mistral_files
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vllm_hetero_spec.text.drafts import DraftTranslator
@@ -51,22 +51,13 @@ class Loaded(Mapping[str, TextTokenizer]):
         return len(self._loaders)
 
 
-def mistral_loaders() -> dict[str, Callable[[], TextTokenizer]]:
-    """Return loaders of the Tekken and SentencePiece files of mistral_common."""
-    try:
-        from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
-        from mistral_common.tokens.tokenizers.tekken import Tekkenizer
-    except ImportError:
-        return {}
+def load_mistral(file: Path) -> TextTokenizer:
+    """Load a Tekken or SentencePiece file of mistral_common."""
+    from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-    def loader(path: Path) -> Callable[[], TextTokenizer]:
-        tekken = path.suffix == ".json"
-        build: Callable[[str], Any] = Tekkenizer.from_file if tekken else SentencePieceTokenizer
-        return lambda: load_tokenizer(build(str(path)), path.name)
-
-    folder = Path(str(importlib.resources.files("mistral_common") / "data"))
-    files = [*folder.glob("tekken*.json"), *folder.glob("*.model.v*")]
-    return {path.name: loader(path) for path in sorted(files)}
+    build = Tekkenizer.from_file if file.suffix == ".json" else SentencePieceTokenizer
+    return load_tokenizer(build(str(file)), file.name)
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +109,7 @@ def everything(
         for file in sorted(shared_or_none.glob("tokenizers/*/tokenizer.json")):
             name = file.parent.name
             loaders[f"real {name}"] = lambda name=name: real[name]
-    return Loaded(loaders | mistral_loaders())
+    return Loaded(loaders | {file.name: partial(load_mistral, file) for file in mistral_files()})
 
 
 def natural_texts(shared: Path | None, pieces: int, rng: random.Random) -> list[str]:

@@ -141,23 +141,45 @@ def assert_as_in_tokenizers(counted: Counted, texts: int = 1500) -> None:
         assert counted.right(text)
 
 
-RECIPES = {
-    "llama 3": (LLAMA_3,),
-    "gpt-4o": (GPT_4O,),
-    "deepseek 3": DEEPSEEK_3,
-    "gaps": GAPS,
-}
+PATTERNS = {"llama 3": (LLAMA_3,), "gpt-4o": (GPT_4O,), "deepseek 3": DEEPSEEK_3, "gaps": GAPS}
+FAMILIES = ("byte-level", "byte-level-nfc", "sentencepiece")
 
 
-@pytest.mark.parametrize("name", ["byte-level", "byte-level-nfc", "sentencepiece", *RECIPES])
+@pytest.fixture(scope="module")
+def layouts(backends: dict[str, Any]) -> dict[str, Tokenizer]:
+    """Tokenizers that can be encoded word by word."""
+    byte_level, sentencepiece = backends["byte-level"], backends["sentencepiece"]
+
+    def digits(*, individual: bool) -> Tokenizer:
+        own = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        both = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), own])
+        return altered(byte_level, pre_tokenizer=both)
+
+    return {
+        **{name: backends[name] for name in FAMILIES},
+        **{
+            name: altered(byte_level, pre_tokenizer=split_by(*patterns))
+            for name, patterns in PATTERNS.items()
+        },
+        # Two pre-tokenizers that split, one after the other.
+        "starcoder": digits(individual=True),
+        "runs of digits": digits(individual=False),
+        # Spaces are replaced before the text is split at spaces.
+        "gemma": altered(
+            sentencepiece,
+            normalizer=normalizers.Replace(" ", "▁"),
+            pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *PATTERNS, "starcoder", "runs of digits", "gemma"])
 def test_words_of_all_kinds(
-    name: str, backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, layouts: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = backends.get(name)
-    if tokenizer is None:
-        tokenizer = altered(backends["byte-level"], pre_tokenizer=split_by(*RECIPES[name]))
-    counted = Counted(*raw_of(tokenizer, monkeypatch))
+    counted = Counted(*raw_of(layouts[name], monkeypatch))
     assert counted.right("def words(text):\n    return text.split() if text else []")
+    assert counted.right("x1 = 12 + 345")
     assert counted.right(
         "Größe, “naïve” — и слово… Ελλάδα، שלום, مرحبا हिन्दी\u3000中文（，ひカ）한글"
     )
@@ -184,33 +206,6 @@ def test_composition_leaves_plain_characters_alone() -> None:
     assert all(is_normalized("NFC", char) and char not in seconds for char in PLAIN)
     # The only marks are viramas (9). Marks of the same class are not reordered.
     assert {combining(char) for char in PLAIN} == {0, 9}
-
-
-@pytest.mark.parametrize("individual", [True, False])
-def test_digits_and_bytes(
-    individual: bool, backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two pre-tokenizers that split, one after the other, as in StarCoder."""
-    own = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    both = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual), own])
-    digits = altered(backends["byte-level"], pre_tokenizer=both)
-    counted = Counted(*raw_of(digits, monkeypatch))
-    assert counted.right("x1 = 12 + 345")
-    assert not counted.left
-    assert_as_in_tokenizers(counted)
-
-
-def test_splits_at_spaces_that_are_gone(
-    backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gemma's layout: spaces are replaced before the text is split at spaces."""
-    mark = normalizers.Replace(" ", "▁")
-    split = pre_tokenizers.Split(" ", "merged_with_previous")
-    gemma = altered(backends["sentencepiece"], normalizer=mark, pre_tokenizer=split)
-    counted = Counted(*raw_of(gemma, monkeypatch))
-    assert counted.right("of many words")
-    assert not counted.left
-    assert_as_in_tokenizers(counted)
 
 
 def test_splits_at_spaces_that_are_still_there(
