@@ -80,7 +80,7 @@ def test_a_text_outgrows_the_drafters_context(
     with engine(demo_pair / "target", spec) as llm:
         assert generate(llm, texts, greedy()) == alone
         lengths: list[int] = []
-        requests = proposer_of(llm)._drafting.requests
+        requests = proposer_of(llm).drafting.requests
         read = requests.read
 
         def noted(*args: Any) -> Any:

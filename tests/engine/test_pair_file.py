@@ -176,7 +176,7 @@ def test_a_second_start_goes_on_where_the_first_ended(
         # The target is its own drafter, so drafts pay on every machine.
         spec = slem(demo_pair / "target", 6, controller="goodput", **changes)
         with engine(demo_pair / "target", spec) as llm:
-            controller = proposer_of(llm).controller
+            controller = proposer_of(llm).drafting.control.controller
             assert isinstance(controller, Goodput)
             at_start = controller.known.acceptance.drafts
             for index, text in enumerate(texts[:6]):
