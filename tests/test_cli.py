@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from advice_fakes import WORKER
-from command_line import refused
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -25,7 +24,6 @@ from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
 
-Compared = Callable[..., str]
 ALONE = Sample(
     traces=[
         Trace([1, 2, 3], "abc", 0.0, [0.2, 0.6, 1.0], [1, 1, 1]),
@@ -76,20 +74,34 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     return found
 
 
-@pytest.fixture
-def compared(folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]) -> Compared:
-    """Return a function that compares on two prompts, and returns the output."""
-
-    def run(*options: str) -> str:
-        prompts = f"{folder}/prompts.jsonl"
-        assert main(["compare", folder, folder, "--prompts", prompts, *options]) == 0
-        return capsys.readouterr().out
-
-    return run
+def compared(folder: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """Return the output of a comparison on two prompts."""
+    assert main(["compare", folder, folder, "--prompts", f"{folder}/prompts.jsonl", *options]) == 0
+    return capsys.readouterr().out
 
 
-def test_figures_of_a_comparison(compared: Compared, answers: Answers) -> None:
-    found = json.loads(compared("--json"))
+def with_texts(sample: Sample, *texts: str) -> Sample:
+    """Return a copy of the sample with other texts."""
+    pairs = zip(sample.traces, texts, strict=True)
+    return dataclasses.replace(
+        sample, traces=[dataclasses.replace(trace, text=text) for trace, text in pairs]
+    )
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the refusal of a command line; it must be one line."""
+    assert main(["compare", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_figures_of_a_comparison(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(compared(folder, capsys, "--json"))
     assert found["identical"] == found["prompts"] == 2
     assert found["speedup"] == pytest.approx(2.0)
     assert found["method"] == "hetero"
@@ -105,24 +117,48 @@ def test_figures_of_a_comparison(compared: Compared, answers: Answers) -> None:
     assert speculative["tpot"]["median"] == pytest.approx(0.1)
 
 
-def test_a_widened_target_is_named(compared: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "widened" not in compared()
+def test_table_tells_what_happened(
+    folder: str,
+    answers: Answers,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = compared(folder, capsys)
+    for expected in ("yes: 2 of 2", "2.00x", "2.50", "no_blocks 7", "abc"):
+        assert expected in text
+    rows = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:4]]
+        for line in text.splitlines()
+        if "│" in line
+    }
+    assert rows["TTFT (ms)"] == ["300.0", "400.0"]
+    assert rows["TPOT (ms)"] == ["350.0", "100.0"]
+    assert rows["tok/s"] == ["3.0", "6.0"]
+    assert rows["accepted"] == ["0", "6"]
+    assert rows["proposing in all (s)"] == ["-", "0.40"]
+    assert rows["time in all (s)"] == ["2.00", "1.00"]
+    assert "drafter_error" not in text
+    assert "widened" not in text
     monkeypatch.setattr(compare, "widened_columns", lambda _: (60, 64))
-    assert "widened with zero MLP columns: 60 of 64" in " ".join(compared().split())
+    text = " ".join(compared(folder, capsys).split())
+    assert "widened with zero MLP columns: 60 of 64" in text
 
 
-def test_a_differing_token_is_reported(compared: Compared, answers: Answers) -> None:
-    assert "yes: 2 of 2" in compared()
+def test_a_differing_token_is_reported(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     same, last = SPECULATIVE.traces
     changed = dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")
     answers.speculative = dataclasses.replace(SPECULATIVE, traces=[same, changed])
-    text = compared()
+    text = compared(folder, capsys)
     assert "no: 1 of 2" in text
     assert "def" in text
     assert "dex" in text
 
 
-def test_ties_of_coarse_arithmetic_are_told(compared: Compared, answers: Answers) -> None:
+def test_ties_of_coarse_arithmetic_are_told(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A tie is reported only if texts differ and the dtype has 16 bits."""
     same, last = SPECULATIVE.traces
     changed = [same, dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")]
@@ -132,24 +168,48 @@ def test_ties_of_coarse_arithmetic_are_told(compared: Compared, answers: Answers
         (SPECULATIVE.traces, "bfloat16", False),
     ):
         answers.speculative = dataclasses.replace(SPECULATIVE, traces=traces, dtype=dtype)
-        assert ("In bfloat16 a tie" in compared()) is told
+        assert ("In bfloat16 a tie" in compared(folder, capsys)) is told
 
 
-def test_fewer_prompts_than_asked_for_are_told(compared: Compared, folder: str) -> None:
-    assert "holds" not in compared("--num-prompts", "2")
-    printed = compared("--num-prompts", "3")
+def test_fewer_prompts_than_asked_for_are_told(
+    answers: Answers, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds" not in compared(folder, capsys, "--num-prompts", "2")
+    printed = compared(folder, capsys, "--num-prompts", "3")
     assert f"--num-prompts is 3; {folder}/prompts.jsonl holds 2." in printed
 
 
-def test_sampled_texts_are_not_compared(compared: Compared) -> None:
-    assert "not compared" in compared("--temperature", "1")
-    found = json.loads(compared("--temperature", "1", "--json"))
+def test_another_model_runner_is_told(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers.alone = dataclasses.replace(ALONE, runner="V2")
+    answers.speculative = dataclasses.replace(SPECULATIVE, runner="V1")
+    assert "on vLLM's Model Runner V1, the target alone on V2" in compared(folder, capsys)
+
+
+def test_sampled_texts_are_not_compared(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "not compared" in compared(folder, capsys, "--temperature", "1")
+    found = json.loads(compared(folder, capsys, "--temperature", "1", "--json"))
     assert found["identical"] is None
 
 
-def test_no_drafts_is_no_acceptance_length(compared: Compared, answers: Answers) -> None:
-    answers.speculative = dataclasses.replace(SPECULATIVE, drafts=0, accepted_tokens=0)
-    assert "no drafts" in compared()
+def test_no_drafts_is_no_acceptance_length(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    idle = dataclasses.replace(SPECULATIVE, drafts=0, draft_tokens=0, accepted_tokens=0)
+    assert idle.acceptance_length is None
+    answers.speculative = idle
+    assert "no drafts" in compared(folder, capsys)
+
+
+def test_markup_in_a_text_is_printed_as_it_is(
+    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["[bold]x[/] [0]", "y"]
+    answers.alone, answers.speculative = with_texts(ALONE, *texts), with_texts(SPECULATIVE, *texts)
+    assert "[bold]x[/] [0]" in compared(folder, capsys)
 
 
 def test_weights_that_cannot_be_had_are_refused(
@@ -157,9 +217,9 @@ def test_weights_that_cannot_be_had_are_refused(
 ) -> None:
     """The refusal comes before any engine starts. An engine would download silently."""
     (Path(folder) / "model.bin").unlink()
-    assert "contains no weights." in refused(capsys, "compare", folder, folder)
+    assert "contains no weights." in refused(capsys, folder, folder)
     (Path(folder) / "model.bin").touch()
-    said = refused(capsys, "compare", folder, "organisation/absent")
+    said = refused(capsys, folder, "organisation/absent")
     assert "of organisation/absent are not on this machine (`hf download org" in said
     assert "; downloading them failed: " in said
     assert answers.started == []
@@ -167,9 +227,8 @@ def test_weights_that_cannot_be_had_are_refused(
 
 def test_absent_models_are_refused(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     absent = f"{folder}/absent"
-    for role, models in (("target", (absent, folder)), ("drafter", (folder, absent))):
-        said = refused(capsys, "compare", *models)
-        assert f"the {role} folder {absent} does not exist" in said
+    assert f"the target folder {absent} does not exist" in refused(capsys, absent, folder)
+    assert f"the drafter folder {absent} does not exist" in refused(capsys, folder, absent)
 
 
 def test_a_folder_without_a_model_is_refused(
@@ -177,7 +236,7 @@ def test_a_folder_without_a_model_is_refused(
 ) -> None:
     empty = Path(folder) / "empty"
     empty.mkdir()
-    assert "contains no config.json" in refused(capsys, "compare", folder, str(empty))
+    assert "contains no config.json" in refused(capsys, folder, str(empty))
     file = empty / "model.gguf"
     file.touch()
     for name in (file, empty):
@@ -206,7 +265,7 @@ def test_a_folder_without_a_model_is_refused(
 def test_wrong_options_are_refused(
     capsys: pytest.CaptureFixture[str], folder: str, options: list[str], sentence: str
 ) -> None:
-    assert sentence in refused(capsys, "compare", folder, folder, *options)
+    assert sentence in refused(capsys, folder, folder, *options)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +284,7 @@ def test_malformed_prompts_are_refused(
 ) -> None:
     prompts = Path(folder) / "prompts.jsonl"
     prompts.write_text(f'{{"prompt": "a"}}\n{line}\n')
-    said = refused(capsys, "compare", folder, folder, "--prompts", str(prompts))
-    assert f"{prompts}, line 2" in said
+    assert f"{prompts}, line 2" in refused(capsys, folder, folder, "--prompts", str(prompts))
 
 
 def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
@@ -245,26 +303,15 @@ def test_lines_end_where_json_lines_does(tmp_path: Path) -> None:
     assert load_prompts(file, 9) == texts
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (MeasurementError("the engine ended"), "the engine ended"),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device."),
-    ],
-)
-def test_a_failure_is_one_sentence_without_a_traceback(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    folder: str,
-    error: Exception,
-    said: str,
+def test_a_failing_engine_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
+    def fail(*_: object, **__: object) -> Sample:
+        raise MeasurementError("the engine ended with exit code 9")
 
     monkeypatch.setattr(engines, "start", fail)
     assert main(["compare", folder, folder]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
+    assert "error: the engine ended with exit code 9" in capsys.readouterr().err
 
 
 def test_widened_models_are_told_from_others(tmp_path: Path) -> None:
@@ -279,6 +326,17 @@ def test_widened_models_are_told_from_others(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert widened_columns(str(tmp_path)) is None
+
+
+def test_errors_of_the_machine_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engines, "start", full)
+    assert main(["compare", folder, folder]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: [Errno 28] No space left on device."
 
 
 @pytest.mark.parametrize("show", [print, lambda text: Console().print(text)])
