@@ -5,6 +5,7 @@ Each runs in an environment and a home folder of its own. Only TARGET, DRAFTER a
 are replaced, by those of the demo pair.
 """
 
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +115,8 @@ def replaced(text: str, pair: Path) -> str:
 
 def served(command: str, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
     """Start a server with its default address. Return it when it is ready."""
+    with pytest.raises(OSError, match="refused"):  # no other server has this address
+        urllib.request.urlopen(f"{URL}/health", timeout=5)
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
             ["bash", "-c", f"exec {command}"], cwd=folder, env=environment, stdout=log, stderr=log,
@@ -126,8 +129,36 @@ def served(command: str, folder: Path, environment: Mapping[str, str]) -> subpro
             return server
         except OSError:
             time.sleep(1)
-    os.killpg(server.pid, signal.SIGKILL)
+    stop(server)
     raise AssertionError((folder / "server.log").read_text()[-3000:])
+
+
+def stop(server: subprocess.Popen) -> None:
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(timeout=60)
+
+
+def check_drafts(model: Path) -> None:
+    """Send a request to the server, and find its drafts in the metrics."""
+    body = {"model": str(model), "prompt": "def f(x):", "max_tokens": 16, "temperature": 0}
+    body["vllm_xargs"] = {"hetero_spec_lookahead": 3}  # drafts on a slow machine, too
+    sent = urllib.request.Request(
+        f"{URL}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(sent, timeout=120).read()
+    metrics = urllib.request.urlopen(f"{URL}/metrics", timeout=30).read().decode()
+    drafts = re.search(r"^vllm:hetero_spec_drafts_total\{.*\} (\S+)", metrics, re.M)
+    assert drafts is not None
+    assert float(drafts[1]) > 0
+
+
+def output_of(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run a command and return its output."""
+    given = {"cwd": folder, "env": environment, "timeout": LIMIT}
+    done = subprocess.run(command, capture_output=True, text=True, **given)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.full
@@ -142,19 +173,12 @@ def test_commands_run(
             command = replaced(command, demo_pair)
             if command.startswith("vllm serve"):
                 server = served(command, folder, environment)
-                continue
-            done = subprocess.run(
-                ["bash", "-c", command], cwd=folder, env=environment, timeout=LIMIT,
-                capture_output=True, text=True,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        if server is not None:
-            metrics = urllib.request.urlopen(f"{URL}/metrics", timeout=30).read().decode()
-            assert "vllm:hetero" in metrics
+                check_drafts(demo_pair / "target")
+            else:
+                output_of(["bash", "-c", command], folder, environment)
     finally:
         if server is not None:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(timeout=60)
+            stop(server)
 
 
 @pytest.mark.full
@@ -167,12 +191,7 @@ def test_programs_run(
     # Processes of an engine import the main module again.
     text = replaced(block.text, demo_pair).replace("\n", "\n    ")
     program.write_text(f"if __name__ == '__main__':\n    {text}\n")
-    done = subprocess.run(
-        [sys.executable, program], cwd=folder, env=environment, timeout=LIMIT,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "RequestOutput" in done.stdout
+    assert "RequestOutput" in output_of([sys.executable, str(program)], folder, environment)
 
 
 def test_every_reason_names_a_command() -> None:

@@ -113,7 +113,7 @@ class PrecomputedDrafts:
             self.late.hits.observe(rank, guesses)
 
     def guesses(self, drafting: int, longest: int, each: float, most: int) -> int:
-        """Choose the number of branches beside each chain, see `LateDrafts.guesses`."""
+        """Choose the number of branches beside each chain; arguments as in `LateDrafts`."""
         policy = self._control.controller.policy
         if policy is None:
             return most

@@ -46,7 +46,7 @@ def replace(
 
 
 def wrap(owner: type | ModuleType, name: str, patch: str, around: Function) -> bool:
-    """Like `replace`; a call runs `around(original, *args, **kwargs)`."""
+    """Replace a function as `replace` does, by `around(original, *args, **kwargs)`."""
     return replace(
         owner, name, patch, lambda original: lambda *args, **named: around(original, *args, **named)
     )
