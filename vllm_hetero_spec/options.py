@@ -96,7 +96,7 @@ class Debug(Table):
     chat_template: Literal["auto", "off"] = "auto"
     tokenizer_revision: str | None = None
     calibrate: StrictBool = True
-    copies: StrictBool = False
+    copies: StrictBool = True
     tree_width: Annotated[int, whole(1, 4)] = DEFAULT_TREE_WIDTH
     tree_values: Literal["learnt", "rank"] = "learnt"
 
@@ -159,8 +159,6 @@ class HeteroOptions(Table):
                     f'{key} is about draft trees, and there are none without "tree_nodes" above 0; '
                     "leave it out or ask for them."
                 )
-        if self.debug.copies:
-            self._check_copies()
         if self.draft_ahead:
             self._check_drafting_ahead()
         elif self.drafter_device is not None:
@@ -168,19 +166,6 @@ class HeteroOptions(Table):
                 'drafter_device belongs to "draft_ahead": true; leave it out or ask for that.'
             )
         return self
-
-    def _check_copies(self) -> None:
-        for key, supported in (
-            ("controller", "goodput"),
-            ("tree_nodes", 0),
-            ("draft_ahead", False),
-            ("tensor_parallel", "rank0"),
-        ):
-            if (found := getattr(self, key)) != supported:
-                raise ConfigError(
-                    f"{key} is {getattr(found, 'word', found)!r}, which does not go with "
-                    f'"copies": true: copies need {key} {supported!r}; leave one of them out.'
-                )
 
     def _check_drafting_ahead(self) -> None:
         method, raced = methods.METHODS[self.method], self.verification == "race"

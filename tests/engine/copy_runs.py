@@ -42,7 +42,6 @@ def alone(demo_pair: Path, code_prompts: list[str]) -> dict[str, Outputs]:
 @pytest.fixture(scope="module")
 def copying(demo_pair: Path, always: None, alone: dict[str, Outputs]) -> Iterator[LLM]:
     spec = slem(demo_pair / "drafter", 6, method="push_forward", controller="goodput")
-    spec["debug"] = {"copies": True}
     with engine(demo_pair / "target", spec, **TIGHT_LIMITS) as llm:
         yield llm
 

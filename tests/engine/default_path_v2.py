@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code that runs in a step of the default configuration, on Model Runner V2.
 
-A chain is drafted in the engine's process, with the defaults of all options. The functions that run
-are what a reader of the default path has to read. `test_fast_children.py` runs this in a child.
+A chain is drafted in the engine's process, with the defaults of all options but copies of earlier
+text. The functions that run are what a reader of the default path has to read.
+`test_fast_children.py` runs this in a child.
 """
 
 import inspect
@@ -45,7 +46,7 @@ def ran(demo_pair: Path, code_prompts: list[str]) -> Lines:
             found.add(frame.f_code)
 
     spec = {"method": "hetero", "model": str(demo_pair / "drafter"), "num_speculative_tokens": 4}
-    with engine(demo_pair / "target", spec, max_num_seqs=8) as llm:
+    with engine(demo_pair / "target", spec | {"debug": {"copies": False}}, max_num_seqs=8) as llm:
         sys.setprofile(note)
         try:
             parameters = [

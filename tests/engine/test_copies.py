@@ -8,6 +8,7 @@ import pytest
 from child_tests import environment_of, passed
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.copies import earlier_text
 from vllm_hetero_spec.engine.copies.earlier_text import MATCH, CopyRates, EarlierText
 from vllm_hetero_spec.engine.copies.policy import Copies
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
@@ -27,7 +28,7 @@ PROMPT = [*QUOTED, 7, 8, 9]
 
 
 def followed(prompt: Sequence[int], output: Sequence[int]) -> tuple[EarlierText, CopyRates]:
-    text, rates = EarlierText(prompt), CopyRates()
+    text, rates = EarlierText(np.array(prompt)), CopyRates()
     text.append(output, rates, False)
     return text, rates
 
@@ -47,7 +48,7 @@ def test_fewer_tokens_predict_nothing() -> None:
 
 
 def test_the_end_of_a_prompt_predicts() -> None:
-    text = EarlierText([*PROMPT, *QUOTED[:6]])
+    text = EarlierText(np.array([*PROMPT, *QUOTED[:6]]))
     assert text.matched == 6
     assert text.predicted(2) == QUOTED[6:8]
 
@@ -64,6 +65,15 @@ def test_a_repeated_end_is_repeated() -> None:
     assert text.predicted(7) == [4, 5, 6, 4, 5, 6, 4]
 
 
+def test_the_end_of_a_long_prompt_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier_text, "_SEARCHED", 20)
+    text, _ = followed(PROMPT, QUOTED[5:15])
+    assert not text.predicts  # these tokens are not among the last 20
+    text, _ = followed(PROMPT, QUOTED[25:32])
+    assert text.predicted(3) == QUOTED[32:35]
+    assert (len(text), text.last) == (len(PROMPT) + 7, QUOTED[31])
+
+
 @pytest.mark.parametrize("symbols", [2, 3, 8])
 def test_random_texts(symbols: int) -> None:
     """A place is found if the last tokens have come before. What it follows was there."""
@@ -71,7 +81,7 @@ def test_random_texts(symbols: int) -> None:
     for _ in range(50):
         ids = generator.integers(0, symbols, 60).tolist()
         split = int(generator.integers(0, 20))
-        text, rates = EarlierText(ids[:split]), CopyRates()
+        text, rates = EarlierText(np.array(ids[:split], int)), CopyRates()
         for end in range(split, len(ids)):
             text.append([ids[end]], rates, False)
             known = ids[: end + 1]
@@ -86,7 +96,7 @@ def test_random_texts(symbols: int) -> None:
 def test_every_token_tests_the_rates() -> None:
     rates = CopyRates()
     prior = rates.survival(16, False, 2)
-    good, bad = EarlierText(PROMPT), EarlierText([])
+    good, bad = EarlierText(np.array(PROMPT)), EarlierText(np.array([], int))
     good.append(QUOTED, rates, False)
     assert rates.survival(16, False, 2)[1] > prior[1]
     assert rates.survival(16, True, 2) == prior  # sampled requests are another kind

@@ -262,7 +262,8 @@ class DraftingRank:
         else:
             choice = TreeChoice(known, width, free=self._parallel) if width else None
             controller = Goodput(known, can_stop_early=can_stop, choice=choice)
-            if options.debug.copies:
+            # Ranks that draft together would each choose copies, by their own estimates.
+            if options.debug.copies and self._planning is None and not options.draft_ahead:
                 policy = Copies(known, controller, self._stats)
         if width:
             by_rank = options.debug.tree_values == "rank"

@@ -115,7 +115,7 @@ class Copies(PlanPolicy):
         """Append the new tokens of a request."""
         text, ids = self._texts.get(request.req_id), request.token_ids
         if text is None or len(text) > len(ids) or text.last != ids[len(text) - 1]:
-            text = EarlierText(ids[: request.num_prompt_tokens].tolist())
+            text = EarlierText(ids[: request.num_prompt_tokens])
             self._texts[request.req_id] = text
         new = request.since(len(text))
         hits = text.append(new, self._rates, request.params.random)
