@@ -428,6 +428,8 @@ def test_enforce_eager_on_cuda(
     assert (found.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == graphs
     expected = target.compilation_config.mode if compiled else CompilationMode.NONE
     assert found.mode == expected
+    assert found.compile_sizes == ([1, 2, 4, 8] if compiled else [])
+    assert set(found.compile_sizes) <= set(found.cudagraph_capture_sizes)
 
 
 @pytest.mark.parametrize("enforce_eager", [None, True, False])
@@ -442,3 +444,4 @@ def test_no_graphs_without_cuda(demo_pair: Path, enforce_eager: bool | None) -> 
     assert drafter.model_config.enforce_eager != compiled
     assert (drafter.compilation_config.mode != CompilationMode.NONE) == compiled
     assert drafter.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert not drafter.compilation_config.compile_sizes

@@ -27,6 +27,9 @@ READ_WIDTH = 32  # tokens per request; graphs of this width or more are for pref
 # Tokens per request. 1 is a decode step; the others are for catch-up, which is split if longer.
 _GRAPH_WIDTHS = (1, 4, 8, READ_WIDTH, 128)
 _GRAPH_TOKENS = 512  # tokens of all requests together
+# Tokens of a forward for which a compiled drafter has code of its own, beside the general one. With
+# so few rows the compiler replaces library calls by fused kernels. Each size takes start-up time.
+_COMPILED_TOKENS = (1, 2, 4, 8)
 
 # Load formats that require one kind of files. The drafter's files may be of another kind.
 _FORMATS_OF_FILES = {
@@ -113,6 +116,8 @@ def drafter_vllm_config(
     if mode.graphs:
         sizes = {requests * tokens for requests, tokens in mode.shapes}
         compilation.cudagraph_capture_sizes = sorted(sizes)
+        if mode.compiled:
+            compilation.compile_sizes = [size for size in _COMPILED_TOKENS if size in sizes]
     kernels, scheduler, parallel = copy.deepcopy(
         (target.kernel_config, target.scheduler_config, target.parallel_config)
     )
