@@ -171,8 +171,8 @@ class Run:
         return Engine(EngineSpec(target, spec, 32, engine), **limits)
 
     def ours(self, shape: str, **options: Any) -> dict[str, Any]:
-        """Return our options; without calibration, because other engines may be busy then."""
-        debug = {"translation": "text", "calibrate": False}
+        """Return our options: no calibration beside busy engines, no copies of imposed tokens."""
+        debug = {"translation": "text", "calibrate": False, "copies": False}
         return {"method": "hetero", "model": self.model(shape), "debug": debug, **options}
 
     def serve(self) -> None:

@@ -130,7 +130,7 @@ def main() -> None:
         "method": "hetero",
         "model": arguments.drafter,
         "num_speculative_tokens": LONGEST,
-        "debug": {"calibrate": False},
+        "debug": {"calibrate": False, "copies": False},
     }
     sizes = {"dtype": arguments.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 2 << 30}
     texts, steps, rounds = {}, {}, {}
