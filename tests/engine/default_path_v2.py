@@ -20,9 +20,9 @@ import vllm_hetero_spec
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 
 PACKAGE = Path(vllm_hetero_spec.__file__).parent
-# At most; a file counts from `FEW` lines on. Timings decide which functions of the controller run.
-LINES, FILES = 5200, 52
-FEW = 20  # lines; a file with fewer contributes a property or a small helper
+LINES = 5000  # at most; timings decide which functions of the controller run
+# Most of these lines are in few files. The other files contribute small helpers.
+FILES, SHARE = 30, 0.8
 # Files of each part of a round. If one did not run, nothing was drafted or verified.
 PARTS = (
     "drafter/decode_loop",
@@ -67,8 +67,9 @@ def ran(demo_pair: Path, code_prompts: list[str]) -> Lines:
 
 def test_the_default_path_is_short(ran: Lines) -> None:
     assert all(f"engine/{part}.py" in ran for part in PARTS)
-    assert sum(map(len, ran.values())) <= LINES
-    assert sum(len(lines) >= FEW for lines in ran.values()) <= FILES
+    sizes = sorted(map(len, ran.values()), reverse=True)
+    assert sum(sizes) <= LINES
+    assert sum(sizes[:FILES]) >= SHARE * sum(sizes)
 
 
 def test_no_optional_feature_runs(ran: Lines) -> None:
