@@ -9,6 +9,7 @@ from child_tests import environment_of, passed
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.copies import earlier_text
+from vllm_hetero_spec.engine.copies import policy as policy_module
 from vllm_hetero_spec.engine.copies.earlier_text import MATCH, CopyRates, EarlierText
 from vllm_hetero_spec.engine.copies.policy import Copies
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
@@ -66,12 +67,21 @@ def test_a_repeated_end_is_repeated() -> None:
 
 
 def test_the_end_of_a_long_prompt_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier_text, "_SEARCHED", 20)
+    monkeypatch.setattr(earlier_text, "SEARCHED", 20)
     text, _ = followed(PROMPT, QUOTED[5:15])
     assert not text.predicts  # these tokens are not among the last 20
     text, _ = followed(PROMPT, QUOTED[25:32])
     assert text.predicted(3) == QUOTED[32:35]
     assert (len(text), text.last) == (len(PROMPT) + 7, QUOTED[31])
+
+
+def test_old_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier_text, "_MOST_PLACES", 45)
+    text, _ = followed(PROMPT, [*range(200, 215), *QUOTED[5:12]])
+    assert not text.predicts
+    assert len(text._after) == 45
+    text, _ = followed(PROMPT, [*range(200, 215), *QUOTED[30:36]])
+    assert text.predicted(2) == QUOTED[36:38]
 
 
 @pytest.mark.parametrize("symbols", [2, 3, 8])
@@ -114,13 +124,16 @@ class Priced(Fixed):
     """A fixed lookahead, and a price of a second."""
 
     tokens_per_second = 40.0
+    off = False
 
 
-def policy_of(row: float = 0.0005, drafter: float = 0.005, accepted: float = 0.7) -> Copies:
+def policy_of(row: float = 0.0005, drafter: float = 0.005, *, off: bool = False) -> Copies:
     """Return a policy. Steps of the target take 20 ms and `row` seconds for each further row."""
     target = [(rows, 0.02 + (rows - 1) * row) for rows in (1, 2, 8, 64, 512)]
     known = Estimates.of(CostModel(target, [(1, drafter), (64, drafter)]), LOOKAHEAD)
-    return Copies(known, Priced(LOOKAHEAD), DraftStats())
+    controller = Priced(LOOKAHEAD)
+    controller.off = off
+    return Copies(known, controller, DraftStats(), num_ids=10_000)
 
 
 def step_of(
@@ -130,12 +143,14 @@ def step_of(
     buckets: Sequence[int] = (),
     asked: int | None = None,
     drafted: int = 0,
+    end_ids: Sequence[int] = (),
+    started: Sequence[str] = (),
 ) -> StepView:
     """Return a step in which each request sampled the last token of its output."""
     requests = [
         RequestView(
             req_id=str(index),
-            params=RequestParams(0, lookahead=asked),
+            params=RequestParams(0, lookahead=asked, end_ids=frozenset(end_ids)),
             token_ids=np.array([*PROMPT, *output]),
             num_prompt_tokens=len(PROMPT),
             new_tokens=output[-1 - drafted :],
@@ -144,9 +159,8 @@ def step_of(
         for index, output in enumerate(outputs)
     ]
     names = {request.req_id for request in requests}
-    return StepView(
-        requests, {}, names, lookahead, 1000, len(requests), 0.02, 0.02, buckets=buckets
-    )
+    begun, rows = dict.fromkeys(started), len(requests)
+    return StepView(requests, begun, names, lookahead, 1000, rows, 0.02, 0.02, buckets=buckets)
 
 
 COPIED, ELSE = QUOTED[3:23], [*range(300, 320)]  # outputs: one quotes the prompt
@@ -188,13 +202,32 @@ def test_a_cheap_drafter_drafts_the_others() -> None:
 
 
 def test_copies_need_no_drafter() -> None:
-    plan = planned(policy_of(), step_of([ELSE, COPIED]), lookahead=0)
+    plan = planned(policy_of(off=True), step_of([ELSE, COPIED]), lookahead=0)
     assert set(plan.copied) == {1}
 
 
-def test_dear_rows_are_not_copied() -> None:
-    plan = planned(policy_of(row=0.05), step_of([COPIED]), lookahead=0)
+def test_a_step_that_measures_the_target_alone_has_no_copies() -> None:
+    plan = planned(policy_of(), step_of([COPIED]), lookahead=0)  # the controller is not off
     assert not plan.copied
+
+
+def test_dear_rows_are_not_copied() -> None:
+    plan = planned(policy_of(row=0.05, off=True), step_of([COPIED]), lookahead=0)
+    assert not plan.copied
+
+
+def test_a_copy_ends_with_the_request() -> None:
+    policy, control = policy_of(), LookaheadControl(Fixed(4), can_stop_early=False)
+    planned(policy, step_of([COPIED], end_ids=[QUOTED[24]]))
+    assert policy.trim([], control)[0].tokens == QUOTED[23:25]
+
+
+def test_a_token_without_a_logit_is_not_copied() -> None:
+    """The tokenizer may have more ids than the target has logits. A prompt may contain them."""
+    policy, control = policy_of(), LookaheadControl(Fixed(4), can_stop_early=False)
+    policy._num_ids = QUOTED[25]
+    planned(policy, step_of([COPIED]))
+    assert policy.trim([], control)[0].tokens == QUOTED[23:25]
 
 
 def test_texts_that_leave_their_place_are_not_copied() -> None:
@@ -214,7 +247,7 @@ def test_probes_and_draft_lengths_of_requests_stay() -> None:
 
 def test_a_length_is_requested_in_advance() -> None:
     """With asynchronous scheduling a step's drafts have at most its length."""
-    policy = policy_of()
+    policy = policy_of(off=True)
     plan = planned(policy, step_of([COPIED], lookahead=0, buckets=(0, 2, 4)), lookahead=0)
     assert plan.rows == 4
     assert not plan.copied
@@ -233,6 +266,33 @@ def test_steps_are_read_while_the_text_repeats_itself() -> None:
     for number in range(8):
         policy.observe(step_of([[*COPIED, *range(500, 550 + 50 * number)]]))
     assert policy.is_idle
+
+
+def test_steps_are_skipped_if_copies_do_not_pay() -> None:
+    policy = policy_of(row=0.05, off=True)
+    for number in range(12):
+        planned(policy, step_of([COPIED[: 8 + number]]), lookahead=0)
+    assert policy._share > 0.1
+    assert policy.is_idle
+
+
+def test_a_text_is_read_once() -> None:
+    """With asynchronous scheduling, a request may be reported as started in a later step."""
+    policy = policy_of()
+    policy.observe(step_of([COPIED[:9]]))
+    text = policy._texts["0"]
+    policy.observe(step_of([COPIED[:10]], started=["0"]))
+    assert policy._texts["0"] is text
+    policy.observe(step_of([COPIED[:1]], started=["0"]))  # another request with the same id
+    assert policy._texts["0"] is not text
+
+
+def test_long_prompts_are_read_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "SEARCHED", len(PROMPT) + 1)
+    policy = policy_of()
+    for number, count in enumerate((2, 4, 5), 8):
+        policy.observe(step_of([COPIED[:number]] * 5))
+        assert len(policy._texts) == count
 
 
 def test_accepted_copies_are_counted_and_texts_are_forgotten() -> None:

@@ -428,7 +428,7 @@ def test_enforce_eager_on_cuda(
     assert (found.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == graphs
     expected = target.compilation_config.mode if compiled else CompilationMode.NONE
     assert found.mode == expected
-    assert found.compile_sizes == ([1, 2, 4, 8] if compiled else [])
+    assert sorted(found.compile_sizes) == ([1, 2, 4, 8] if compiled else [])
     assert set(found.compile_sizes) <= set(found.cudagraph_capture_sizes)
 
 

@@ -81,7 +81,8 @@ class DraftingRank:
         self._planning = group if split else None  # ranks that draft together
         self._device = device = seam.device
         self._races = options.verification == "race"
-        self._most_rows = most_rows(vllm_config.model_config.get_vocab_size())
+        self._num_ids = vllm_config.model_config.get_vocab_size()
+        self._most_rows = most_rows(self._num_ids)
         self._failures = 0
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
@@ -91,8 +92,7 @@ class DraftingRank:
         pair = load_pair(vllm_config.model_config, drafter_config, options)
         self.source: DraftSource
         if options.draft_ahead:
-            width = vllm_config.model_config.get_vocab_size()
-            drawn = SampledRecordDecoder.of(options, pair, width, device)
+            drawn = SampledRecordDecoder.of(options, pair, self._num_ids, device)
             tokens = None if drawn is None else drawn.tokens
             deployment = Deployment.of(vllm_config, drafter_config, options, pair, tokens, device)
             longest = drafter_config.max_model_len
@@ -264,7 +264,7 @@ class DraftingRank:
             controller = Goodput(known, can_stop_early=can_stop, choice=choice)
             # Ranks that draft together would each choose copies, by their own estimates.
             if options.debug.copies and self._planning is None and not options.draft_ahead:
-                policy = Copies(known, controller, self._stats)
+                policy = Copies(known, controller, self._stats, self._num_ids)
         if width:
             by_rank = options.debug.tree_values == "rank"
             values = RankValues.unknown() if by_rank else TreeValues.of(known)

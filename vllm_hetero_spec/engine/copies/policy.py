@@ -5,11 +5,11 @@ A copy takes no drafter step, but rows of the target like any draft. In a step, 
 are copies and the drafter rests, or copies replace the drafts that are expected to gain less.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.engine.copies.earlier_text import CopyRates, EarlierText
+from vllm_hetero_spec.engine.copies.earlier_text import SEARCHED, CopyRates, EarlierText
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, PlanPolicy, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView
@@ -18,6 +18,7 @@ from vllm_hetero_spec.lookahead.estimates import Estimates
 
 _KEEP = 0.99  # weight of an emitted token relative to the next one
 _OFTEN = 0.1  # share of predicted tokens from which on every step is read
+_UNPAID = 8  # steps without a copy that pays, after which not every step is read
 
 
 class Copy(NamedTuple):
@@ -56,37 +57,48 @@ class Copies(PlanPolicy):
     Args:
         known: Estimates for the pair.
         controller: Prices a second in tokens.
+        num_ids: Number of columns of the target's logits. A prompt may contain further ids.
     """
 
-    def __init__(self, known: Estimates, controller: Controller, stats: DraftStats) -> None:
+    def __init__(
+        self, known: Estimates, controller: Controller, stats: DraftStats, num_ids: int
+    ) -> None:
         self._known, self._controller, self._stats = known, controller, stats
+        self._num_ids = num_ids
         self._rates = CopyRates()
         self._step: StepView
         self._texts: dict[str, EarlierText] = {}
         self._chosen: dict[str, Copy] = {}  # of the present step
         self._verifying: set[str] = set()
         self._share = 0.0  # of recent tokens that were predicted
+        self._unpaid = 0  # steps without a copy that paid
 
     @property
     def is_idle(self) -> bool:
-        return self._share < _OFTEN
+        return self._share < _OFTEN or self._unpaid > _UNPAID
 
     def observe(self, step: StepView) -> int:
         self._step, self._chosen = step, {}
-        for req_id in (self._texts.keys() - step.live) | (self._texts.keys() & step.started.keys()):
+        # With asynchronous scheduling, `started` may name requests whose text is known already.
+        begun = {each.req_id for each in step.requests if each.begins} & step.started.keys()
+        for req_id in (self._texts.keys() - step.live) | (self._texts.keys() & begun):
             del self._texts[req_id]
         self._verifying.intersection_update(step.live)
+        searched = 0  # prompt tokens of new texts in this step; later steps read the others
         for request in step.requests:
             if request.req_id in self._verifying:
                 self._verifying.discard(request.req_id)
                 self._stats.copied_tokens_accepted += request.num_accepted
-            if request.new_tokens and request.has_text and not request.media:
-                self._read(request)
+            may_copy = request.has_text and not request.media and request.params.lookahead is None
+            if request.new_tokens and may_copy and searched < SEARCHED:
+                searched += self._read(request)
         return 0
 
     def plan(self, plan: StepPlan, chosen: LookaheadPlan) -> StepPlan:
-        copies = self._predicted()
-        if not copies or chosen.probe or not self._controller.tokens_per_second:
+        copies, drafts = self._predicted(), any(chosen.lookahead)
+        # Without drafts although the controller drafts, the step measures the target alone.
+        measures = chosen.probe or not (drafts or self._controller.off)
+        if not copies or measures or not self._controller.tokens_per_second:
             return plan
         step, rows = self._step, 0
         if step.buckets:
@@ -99,8 +111,9 @@ class Copies(PlanPolicy):
         copies = {i: copy for i, copy in copies.items() if copy.tokens}
         best = self._best(copies, plan.lookahead)
         self._chosen = {step.requests[i].req_id: copy for i, copy in best.copies.items()}
-        if rows:  # the drafter's next drafts need their length, too
+        if step.buckets:  # the drafter's next drafts need their length, too
             rows = max(rows, *chosen.lookahead)
+        self._unpaid = 0 if best.copies or rows else self._unpaid + 1
         return plan._replace(lookahead=best.lookahead, copied=best.copies.keys(), rows=rows)
 
     def trim(self, drafts: Sequence[Draft], control: LookaheadControl) -> list[Draft]:
@@ -111,16 +124,17 @@ class Copies(PlanPolicy):
         own = control.trim_chains([draft for draft in drafts if draft.req_id not in chosen])
         return own + [Draft.chain(req_id, copy.tokens) for req_id, copy in chosen.items()]
 
-    def _read(self, request: RequestView) -> None:
-        """Append the new tokens of a request."""
-        text, ids = self._texts.get(request.req_id), request.token_ids
+    def _read(self, request: RequestView) -> int:
+        """Append the new tokens of a request. Return the prompt tokens of a new text."""
+        text, ids, prompt = self._texts.get(request.req_id), request.token_ids, 0
         if text is None or len(text) > len(ids) or text.last != ids[len(text) - 1]:
-            text = EarlierText(ids[: request.num_prompt_tokens])
-            self._texts[request.req_id] = text
+            prompt = request.num_prompt_tokens
+            text = self._texts[request.req_id] = EarlierText(ids[:prompt])
         new = request.since(len(text))
         hits = text.append(new, self._rates, request.params.random)
         keep = _KEEP ** len(new)
         self._share = keep * self._share + (1.0 - keep) * hits / max(len(new), 1)
+        return prompt
 
     def _predicted(self) -> dict[int, Copy]:
         """Return the copies of all requests that may have one, by index in the batch."""
@@ -133,9 +147,19 @@ class Copies(PlanPolicy):
             count = min(longest, step.room[index])
             if params.min_tokens and step.early_bonus:
                 count = min(count, params.before_stops(request.num_output_tokens))
-            survival = self._rates.survival(text.matched, params.random, count)
-            found[index] = Copy(text.predicted(count), survival)
+            copy = self._until_end(text.predicted(count), params.end_ids)
+            survival = self._rates.survival(text.matched, params.random, len(copy))
+            found[index] = Copy(copy, survival)
         return found
+
+    def _until_end(self, tokens: list[int], end_ids: Collection[int]) -> list[int]:
+        """Cut tokens after one that ends the request, and before one that has no logit."""
+        for place, token in enumerate(tokens):
+            if token >= self._num_ids:
+                return tokens[:place]
+            if token in end_ids:
+                return tokens[: place + 1]
+        return tokens
 
     def _price_of_row(self, batch: int, copies: Mapping[int, Copy]) -> float:
         """Return the mean price in tokens of a row of these copies."""
@@ -149,6 +173,7 @@ class Copies(PlanPolicy):
         gains = {0: 0.0}
         for length in self._step.buckets:
             seconds = costs.target(batch, batch * (1 + length)) - costs.target(batch, batch)
+            seconds += costs.drafting(len(copies), 0.0) if length else 0.0  # the device waits
             tokens = sum(sum(copy.survival[:length]) for copy in copies.values())
             gains[length] = tokens - self._controller.tokens_per_second * seconds
         return max(gains, key=lambda length: gains[length])
