@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of vLLM's CPU build that the plugin repairs, each compared with vLLM's own behavior."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,13 @@ def test_cpu_generators_cannot_be_set_back() -> None:
 def test_rows_without_adapter_are_left_alone() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
 
-    repaired = cpu_repair.without_base_rows(lora_ops.bgmv_shrink)
+    repaired = partial(cpu_repair.without_base_rows, lora_ops.bgmv_shrink)
     inputs, weights, output = torch.ones(3, 2), torch.rand(2, 4, 2), torch.zeros(3, 4)
     repaired(inputs, weights, output, torch.tensor([1, -1, 0]), 0.5)
     torch.testing.assert_close(output[[0, 2]], 0.5 * weights.sum(2)[[1, 0]])
     assert not output[1].any()
     stock = getattr(lora_ops.bgmv_expand, "__wrapped__", lora_ops.bgmv_expand)
-    assert cpu_repair.leaves_base_rows(cpu_repair.without_base_rows(stock))
+    assert cpu_repair.leaves_base_rows(partial(cpu_repair.without_base_rows, stock))
     # When this fails on all supported releases, the repair is no longer needed.
     assert cpu_repair.leaves_base_rows(stock) is (installed() >= (0, 33))
 

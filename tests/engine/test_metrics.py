@@ -7,6 +7,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,8 +181,9 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
             pass
 
     drafter = Ours()
-    fresh = metrics.wrap_sample(lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
-    empty = metrics.wrap_sample(lambda self, grammar: EMPTY_MODEL_RUNNER_OUTPUT)
+    run = metrics.sample_tokens
+    fresh = partial(run, lambda self, grammar: ModelRunnerOutput(["a"], {"a": 0}))
+    empty = partial(run, lambda self, grammar: EMPTY_MODEL_RUNNER_OUTPUT)
     runner = SimpleNamespace(drafter=drafter)
     output = pickle.loads(pickle.dumps(fresh(runner, None)))
     assert output.hetero_spec == {"steps": 1}
@@ -195,7 +197,7 @@ def test_worker_puts_the_growth_on_the_steps_own_output() -> None:
 def test_scheduler_hands_the_growth_to_one_front_end_only() -> None:
     def update(*statistics: Any) -> dict[int, Any]:
         outputs = {i: SimpleNamespace(scheduler_stats=stats) for i, stats in enumerate(statistics)}
-        wrapped = metrics._wrap_update(lambda self, scheduled, output: outputs)
+        wrapped = partial(metrics.update_from_output, lambda self, scheduled, output: outputs)
         scheduler = SimpleNamespace(spec_decode_metrics_level="none")
         return wrapped(scheduler, None, SimpleNamespace(hetero_spec={"steps": 1}))
 
@@ -222,7 +224,7 @@ def test_figures_of_a_request_with_stop_strings_go_with_each_step(level: str) ->
     ]
     of = SimpleNamespace(scheduler_stats=None, outputs=outputs)
     scheduler = SimpleNamespace(spec_decode_metrics_level=level, requests=requests)
-    wrapped = metrics._wrap_update(lambda *_: {0: of})
+    wrapped = partial(metrics.update_from_output, lambda *_: {0: of})
     wrapped(scheduler, None, SimpleNamespace())  # of another drafter
     assert [output.spec_decode_metrics for output in outputs] == [None] * 4
     wrapped(scheduler, None, SimpleNamespace(hetero_spec={}))

@@ -2,6 +2,7 @@
 """Tests of the resources of draft trees: supported configurations, rows and scratch blocks."""
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_scheduler_and_workers_count_alike(inner: Any, kept: int) -> None:
 def test_the_scheduler_does_not_know_them() -> None:
     """The scheduler's KV cache has no scratch blocks; the workers' has."""
     told: list[Any] = []
-    wrapped = scratch._wrap_scheduler(lambda self, *args, **kwargs: told.append(args))
+    wrapped = partial(scratch._init_scheduler, lambda self, *args, **kwargs: told.append(args))
     cache = cache_of(400)
     wrapped(object(), vllm_config=config_of(), kv_cache_config=cache, block_size=16)
     wrapped(object(), vllm_config=config_of(nodes=0), kv_cache_config=cache, block_size=16)

@@ -31,19 +31,18 @@ def install() -> None:
     """Repair every worker of this process before it is built. Idempotent."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    patching.replace(WorkerBase, "__init__", "cpu repair", _repair_first)
+    patching.wrap(WorkerBase, "__init__", "cpu repair", _repair_first)
 
 
-def _repair_first(original: patching.Function) -> patching.Function:
-    def __init__(self: "WorkerBase", *args: object, **kwargs: object) -> None:
-        # Not earlier, because the CPU kernels to test are loaded when a worker is built.
-        try:
-            repair()
-        except Exception as error:  # a failed repair must not stop an engine that may not need it
-            logger.warning("vLLM's CPU sampling could not be repaired: %s", error)
-        original(self, *args, **kwargs)
-
-    return __init__
+def _repair_first(
+    original: patching.Function, self: "WorkerBase", *args: object, **kwargs: object
+) -> None:
+    # Not earlier, because the CPU kernels to test are loaded when a worker is built.
+    try:
+        repair()
+    except Exception as error:  # a failed repair must not stop an engine that may not need it
+        logger.warning("vLLM's CPU sampling could not be repaired: %s", error)
+    original(self, *args, **kwargs)
 
 
 def repair() -> None:
@@ -61,15 +60,15 @@ def repair() -> None:
         rejection_sampler, "expand_batch_to_tokens", "cpu repair", lambda _: expand
     ):
         logger.info("Repaired vLLM's CPU expansion of sampling parameters to draft rows.")
-    if not has_offset(torch.Generator()) and patching.replace(
+    if not has_offset(torch.Generator()) and patching.wrap(
         GPUModelRunner, "_sample", "cpu repair", _undoing
     ):
-        patching.replace(GPUModelRunner, "_bookkeeping_sync", "cpu repair", _without_offsets)
+        patching.wrap(GPUModelRunner, "_bookkeeping_sync", "cpu repair", _without_offsets)
         logger.info("Repaired seeded requests with chunked prefill on CPUs.")
     if not leaves_base_rows(lora_ops.bgmv_expand):
         for module in (lora_ops, punica_cpu):  # punica_cpu has imported them by name
             for name in ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink"):
-                patching.replace(module, name, "cpu repair", without_base_rows)
+                patching.wrap(module, name, "cpu repair", without_base_rows)
         logger.info("Repaired batches of requests with and without LoRA adapters on CPUs.")
 
 
@@ -110,47 +109,42 @@ def leaves_base_rows(function: patching.Function) -> bool:
     return not output.any()
 
 
-def without_base_rows(original: patching.Function) -> patching.Function:
-    """Wrap a LoRA operation so that its input is zero in rows without an adapter."""
-
-    def bgmv(
-        inputs: torch.Tensor,
-        weights: torch.Tensor,
-        output: torch.Tensor,
-        indices: torch.Tensor,
-        *args: object,
-        **kwargs: object,
-    ) -> None:
-        inputs = inputs.masked_fill((indices < 0).unsqueeze(1), 0)
-        original(inputs, weights, output, indices, *args, **kwargs)
-
-    return bgmv
+def without_base_rows(
+    original: patching.Function,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    indices: torch.Tensor,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Run a LoRA operation whose input is zero in rows without an adapter."""
+    inputs = inputs.masked_fill((indices < 0).unsqueeze(1), 0)
+    original(inputs, weights, output, indices, *args, **kwargs)
 
 
-def _undoing(original: patching.Function) -> patching.Function:
-    def _sample(self: "GPUModelRunner", *args: object, **kwargs: object) -> "SamplerOutput":
-        undone = _discarded(self).values()
-        states = [generator.get_state() for generator in undone]
-        output = original(self, *args, **kwargs)
-        for generator, state in zip(undone, states, strict=True):
-            generator.set_state(state)
-        return output
+def _undoing(
+    original: patching.Function, self: "GPUModelRunner", *args: object, **kwargs: object
+) -> "SamplerOutput":
+    undone = _discarded(self).values()
+    states = [generator.get_state() for generator in undone]
+    output = original(self, *args, **kwargs)
+    for generator, state in zip(undone, states, strict=True):
+        generator.set_state(state)
+    return output
 
-    return _sample
 
-
-def _without_offsets(original: patching.Function) -> patching.Function:
-    def _bookkeeping_sync(self: "GPUModelRunner", *args: object, **kwargs: object) -> tuple:
-        undone = _discarded(self)  # `_undoing` has restored their states already
-        generators = self.input_batch.generators
-        for index in undone:
-            del generators[index]
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            generators.update(undone)
-
-    return _bookkeeping_sync
+def _without_offsets(
+    original: patching.Function, self: "GPUModelRunner", *args: object, **kwargs: object
+) -> tuple:
+    undone = _discarded(self)  # `_undoing` has restored their states already
+    generators = self.input_batch.generators
+    for index in undone:
+        del generators[index]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        generators.update(undone)
 
 
 def _discarded(runner: "GPUModelRunner") -> dict[int, torch.Generator]:

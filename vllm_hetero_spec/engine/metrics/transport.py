@@ -102,11 +102,11 @@ def install() -> None:
 
     patching.add(WorkerBase, RPC, _worker_stats)  # also on ranks that do not draft
     patching.add_fields(SchedulerStats, _Carried)
-    patching.replace(Scheduler, "update_from_output", "metrics", _wrap_update)
+    patching.wrap(Scheduler, "update_from_output", "metrics", update_from_output)
     for owner, build in ((PrometheusStatLogger, _exporter), (LoggingStatLogger, _log)):
-        patching.replace(owner, "__init__", "metrics", functools.partial(_wrap_init, build))
-        patching.replace(owner, "record", "metrics", _wrap_record)
-    patching.replace(LoggingStatLogger, "log", "metrics", _wrap_log)
+        patching.wrap(owner, "__init__", "metrics", functools.partial(_init_logger, build))
+        patching.wrap(owner, "record", "metrics", _record)
+    patching.wrap(LoggingStatLogger, "log", "metrics", _write_log)
 
 
 require = harmless(install)
@@ -122,27 +122,24 @@ def _worker_stats(worker: "WorkerBase") -> Counted:
 @harmless
 def require_in_worker(runner: type) -> None:
     """Hook the model runner class of this worker, so that its outputs carry the counters."""
-    patching.replace(runner, "sample_tokens", "metrics", wrap_sample)
+    patching.wrap(runner, "sample_tokens", "metrics", sample_tokens)
 
 
-def wrap_sample(original: patching.Function) -> patching.Function:
-    """Wrap `sample_tokens` so that its output carries the changes since the last one."""
+def sample_tokens(
+    original: patching.Function, self: "GPUModelRunner", *args: object, **kwargs: object
+) -> "ModelRunnerOutput":
+    """Let the output of `sample_tokens` carry the changes since the last one."""
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT as EMPTY
 
-    def sample_tokens(
-        self: "GPUModelRunner", *args: object, **kwargs: object
-    ) -> "ModelRunnerOutput":
-        output = original(self, *args, **kwargs)
-        drafter = getattr(self, "drafter", None)
-        # V2 wraps it while the step's tokens are copied to the host.
-        carrier = getattr(output, "model_runner_output", output)
-        # All steps share the empty output, so their changes go with a later one.
-        if isinstance(drafter, Reporter) and carrier is not None and carrier is not EMPTY:
-            _carry(carrier, drafter)
-            drafter.attach_to_output(carrier)
-        return output
-
-    return sample_tokens
+    output = original(self, *args, **kwargs)
+    drafter = getattr(self, "drafter", None)
+    # V2 wraps it while the step's tokens are copied to the host.
+    carrier = getattr(output, "model_runner_output", output)
+    # All steps share the empty output, so their changes go with a later one.
+    if isinstance(drafter, Reporter) and carrier is not None and carrier is not EMPTY:
+        _carry(carrier, drafter)
+        drafter.attach_to_output(carrier)
+    return output
 
 
 @harmless
@@ -150,24 +147,23 @@ def _carry(output: "ModelRunnerOutput", drafter: Reporter) -> None:
     setattr(output, _FIELD, drafter.report())
 
 
-def _wrap_update(original: patching.Function) -> patching.Function:
-    def update_from_output(
-        self: "Scheduler",
-        scheduler_output: "SchedulerOutput",
-        model_runner_output: "ModelRunnerOutput",
-    ) -> "dict[int, EngineCoreOutputs]":
-        if fed_again := getattr(model_runner_output, _FED_AGAIN, None):
-            invalid = scheduler_output.num_invalid_spec_tokens or {}
-            # With asynchronous scheduling, `invalid` includes these rows.
-            scheduler_output.num_invalid_spec_tokens = {**fed_again, **invalid}
-        outputs = original(self, scheduler_output, model_runner_output)
-        growth = getattr(model_runner_output, _FIELD, None)
-        if growth is not None:
-            _hand_on(outputs, growth)
-            _add_figures(self, outputs)
-        return outputs
-
-    return update_from_output
+def update_from_output(
+    original: patching.Function,
+    self: "Scheduler",
+    scheduler_output: "SchedulerOutput",
+    model_runner_output: "ModelRunnerOutput",
+) -> "dict[int, EngineCoreOutputs]":
+    """In the scheduler: add a step's changes to its statistics, and correct vLLM's counts."""
+    if fed_again := getattr(model_runner_output, _FED_AGAIN, None):
+        invalid = scheduler_output.num_invalid_spec_tokens or {}
+        # With asynchronous scheduling, `invalid` includes these rows.
+        scheduler_output.num_invalid_spec_tokens = {**fed_again, **invalid}
+    outputs = original(self, scheduler_output, model_runner_output)
+    growth = getattr(model_runner_output, _FIELD, None)
+    if growth is not None:
+        _hand_on(outputs, growth)
+        _add_figures(self, outputs)
+    return outputs
 
 
 @harmless
@@ -194,40 +190,36 @@ def _add_figures(scheduler: "Scheduler", outputs: "dict[int, EngineCoreOutputs]"
             output.spec_decode_metrics = request.spec_decode_metrics
 
 
-def _wrap_init(
-    build: "Callable[[StatLoggerBase], Exporter | Log | None]", original: patching.Function
-) -> patching.Function:
-    def __init__(self: "StatLoggerBase", *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        setattr(self, _FIELD, build(self))
-
-    return __init__
-
-
-def _wrap_record(original: patching.Function) -> patching.Function:
-    def record(
-        self: "StatLoggerBase",
-        scheduler_stats: "SchedulerStats | None",
-        iteration_stats: "IterationStats | None",
-        mm_cache_stats: "MultiModalCacheStats | None" = None,
-        engine_idx: int = 0,
-    ) -> None:
-        original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-        growth = getattr(scheduler_stats, _FIELD, None)
-        if growth is not None:
-            _observe(getattr(self, _FIELD, None), growth, engine_idx)
-
-    return record
+def _init_logger(
+    build: "Callable[[StatLoggerBase], Exporter | Log | None]",
+    original: patching.Function,
+    self: "StatLoggerBase",
+    *args: object,
+    **kwargs: object,
+) -> None:
+    original(self, *args, **kwargs)
+    setattr(self, _FIELD, build(self))
 
 
-def _wrap_log(original: patching.Function) -> patching.Function:
-    def log(self: "LoggingStatLogger") -> None:
-        original(self)
-        sink = getattr(self, _FIELD, None)
-        if sink is not None:
-            _say(sink, logging.DEBUG if self.engine_is_idle else logging.INFO)
+def _record(
+    original: patching.Function,
+    self: "StatLoggerBase",
+    scheduler_stats: "SchedulerStats | None",
+    iteration_stats: "IterationStats | None",
+    mm_cache_stats: "MultiModalCacheStats | None" = None,
+    engine_idx: int = 0,
+) -> None:
+    original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+    growth = getattr(scheduler_stats, _FIELD, None)
+    if growth is not None:
+        _observe(getattr(self, _FIELD, None), growth, engine_idx)
 
-    return log
+
+def _write_log(original: patching.Function, self: "LoggingStatLogger") -> None:
+    original(self)
+    sink = getattr(self, _FIELD, None)
+    if sink is not None:
+        _say(sink, logging.DEBUG if self.engine_is_idle else logging.INFO)
 
 
 @harmless

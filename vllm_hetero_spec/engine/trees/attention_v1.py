@@ -6,7 +6,7 @@ also contain the branches.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -124,46 +124,36 @@ def install(bound_to: Any) -> None:
     """Patch the model runners of this process. Idempotent; no effect without trees."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    def inputs(original: patching.Function) -> patching.Function:
-        def _prepare_inputs(
-            self: Any, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
-        ) -> Any:
-            branches: BranchSequencesV1 | None = bound_to(self)
-            if branches is None:
-                return original(self, scheduler_output, num_scheduled_tokens)
-            branches.plan_step(scheduler_output, num_scheduled_tokens)
-            made = original(self, scheduler_output, num_scheduled_tokens)
-            branches.lay_out()
-            return made
+    def inputs(
+        original: patching.Function,
+        self: Any,
+        scheduler_output: "SchedulerOutput",
+        num_scheduled_tokens: np.ndarray,
+    ) -> Any:
+        branches: BranchSequencesV1 | None = bound_to(self)
+        if branches is None:
+            return original(self, scheduler_output, num_scheduled_tokens)
+        branches.plan_step(scheduler_output, num_scheduled_tokens)
+        made = original(self, scheduler_output, num_scheduled_tokens)
+        branches.lay_out()
+        return made
 
-        return _prepare_inputs
+    def graph(original: patching.Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        branches: BranchSequencesV1 | None = bound_to(self)
+        if branches is None or not branches.uneven:
+            return original(self, *args, **kwargs)
+        found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
+        if found[0] == CUDAGraphMode.FULL:  # captured for one sequence per request
+            found = original(self, *args, **(kwargs | {"force_eager": True}))
+        return found
 
-    def graph(original: patching.Function) -> patching.Function:
-        def _determine_batch_execution_and_padding(self: Any, *args: Any, **kwargs: Any) -> Any:
-            branches: BranchSequencesV1 | None = bound_to(self)
-            if branches is None or not branches.uneven:
-                return original(self, *args, **kwargs)
-            found = original(self, *args, **(kwargs | {"force_uniform_decode": False}))
-            if found[0] == CUDAGraphMode.FULL:  # captured for one sequence per request
-                found = original(self, *args, **(kwargs | {"force_eager": True}))
-            return found
+    def metadata(original: patching.Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+        branches: BranchSequencesV1 | None = bound_to(self)
+        if branches is None or not branches.uneven:
+            return original(self, *args, **kwargs)
+        with branches.shown() as others:
+            return original(self, *args, **(kwargs | others))
 
-        return _determine_batch_execution_and_padding
-
-    def metadata(original: patching.Function) -> patching.Function:
-        def _build_attention_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
-            branches: BranchSequencesV1 | None = bound_to(self)
-            if branches is None or not branches.uneven:
-                return original(self, *args, **kwargs)
-            with branches.shown() as others:
-                return original(self, *args, **(kwargs | others))
-
-        return _build_attention_metadata
-
-    hooks: Mapping[str, Any] = {
-        "_prepare_inputs": inputs,
-        "_determine_batch_execution_and_padding": graph,
-        "_build_attention_metadata": metadata,
-    }
-    for name, make in hooks.items():
-        patching.replace(GPUModelRunner, name, "trees", make)
+    patching.wrap(GPUModelRunner, "_prepare_inputs", "trees", inputs)
+    patching.wrap(GPUModelRunner, "_determine_batch_execution_and_padding", "trees", graph)
+    patching.wrap(GPUModelRunner, "_build_attention_metadata", "trees", metadata)

@@ -164,12 +164,9 @@ def install() -> None:
     """Patch the model states of this process. Idempotent; no effect without trees."""
     import vllm.v1.worker.gpu.model_states as states
 
-    patching.replace(states, "resolve_model_state_cls", "trees", _wrap_resolve)
+    patching.wrap(states, "resolve_model_state_cls", "trees", _resolve)
 
 
-def _wrap_resolve(original: patching.Function) -> patching.Function:
-    def resolve_model_state_cls(config: "VllmConfig", model: torch.nn.Module) -> type:
-        found: type = original(config, model)
-        return TreeModelState if found is DefaultModelState and nodes_of(config) else found
-
-    return resolve_model_state_cls
+def _resolve(original: patching.Function, config: "VllmConfig", model: torch.nn.Module) -> type:
+    found: type = original(config, model)
+    return TreeModelState if found is DefaultModelState and nodes_of(config) else found

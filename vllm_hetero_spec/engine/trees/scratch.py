@@ -29,7 +29,7 @@ def install() -> None:
     """Patch the scheduler of this process. Idempotent; no effect without trees."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    patching.replace(Scheduler, "__init__", "scratch blocks", _wrap_scheduler)
+    patching.wrap(Scheduler, "__init__", "scratch blocks", _init_scheduler)
 
 
 def nodes_of(config: "VllmConfig") -> int:
@@ -125,18 +125,16 @@ def branches_per_request(
     return max(0, min(_BRANCHES, free, lent) // max(1, requests))
 
 
-def _wrap_scheduler(original: patching.Function) -> patching.Function:
-    def __init__(
-        self: Any,
-        vllm_config: "VllmConfig",
-        kv_cache_config: "KVCacheConfig",
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        scratch = scratch_of(vllm_config, kv_cache_config)
-        if scratch:
-            kv_cache_config = replace(kv_cache_config, num_blocks=scratch.start)
-            logger.info("%d KV blocks are reserved for the branches of draft trees.", len(scratch))
-        original(self, vllm_config, kv_cache_config, *args, **kwargs)
-
-    return __init__
+def _init_scheduler(
+    original: patching.Function,
+    self: Any,
+    vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    scratch = scratch_of(vllm_config, kv_cache_config)
+    if scratch:
+        kv_cache_config = replace(kv_cache_config, num_blocks=scratch.start)
+        logger.info("%d KV blocks are reserved for the branches of draft trees.", len(scratch))
+    original(self, vllm_config, kv_cache_config, *args, **kwargs)
