@@ -63,8 +63,7 @@ class DraftTranslator:
         special: SpecialTokens,
         failures: Counter[str],
     ) -> None:
-        self._target, self._drafter = target, drafter
-        self._special, self._failures = special, failures
+        self._target, self._special, self._failures = target, special, failures
         # Bytes of a drafter token that is text, or None for any other id.
         self._piece = {
             token_id: piece
