@@ -96,16 +96,11 @@ class Results:
         self._append(session)
 
     @property
-    def session(self) -> int:
-        """Number of earlier sessions in the file."""
-        return len(self.contents.resumed)
-
-    @property
     def done(self) -> set[Measurement]:
         return {recorded.run for recorded in self.contents.samples}
 
     def measured(self, run: Measurement, sample: Sample) -> None:
-        self.contents.samples.append(Recorded(run, self.session, sample))
+        self.contents.samples.append(Recorded(run, len(self.contents.resumed), sample))
         self.contents.errors.pop(run.cell, None)
         self._append(
             {
