@@ -49,7 +49,6 @@ class Deployment:
         longest: Maximum drafter tokens of a continuation.
         tokens: Target token that each drafter token proposes first, on the host. None if all drafts
             are greedy.
-        branches: Maximum number of branches beside a chain.
     """
 
     vllm_config: VllmConfig
@@ -63,12 +62,11 @@ class Deployment:
     slots: int
     longest: int
     tokens: TokenMap | None = None
-    branches: int = _BRANCHES
 
     @property
     def most_rows(self) -> int:
         """Maximum sequences of a forward."""
-        return int(self.vllm_config.scheduler_config.max_num_seqs) + self.branches
+        return int(self.vllm_config.scheduler_config.max_num_seqs) + _BRANCHES
 
     @property
     def most_tokens(self) -> int:
@@ -82,7 +80,7 @@ class Deployment:
         # A sampled token proposes at least one target token. The table has room for two drafts, and
         # for the target's own tokens between and after them.
         drawn = 2 * (self.options.num_speculative_tokens + 1) * (self.tokens is not None)
-        return self.slots, self.longest, self.branches, drawn
+        return self.slots, self.longest, _BRANCHES, drawn
 
     @classmethod
     def of(
