@@ -148,7 +148,9 @@ class KVPool:
         if need > self.available:
             return False
         for _ in range(need):
-            block = self._free.pop() if self._free else self._evict()
+            if not self._free:
+                self._forget([next(iter(self._cached))])  # evicts the oldest
+            block = self._free.pop()
             self._refs[block] = 1
             table.push(block)
         if self._suspect and (unclean := self._suspect.intersection(table.blocks[-need:])):
@@ -239,11 +241,6 @@ class KVPool:
             else:
                 self._free.append(block)
         del table.blocks[keep:]
-
-    def _evict(self) -> int:
-        block = next(iter(self._cached))
-        self._forget([block])
-        return self._free.pop()
 
     def _forget(self, blocks: Iterable[int]) -> None:
         """Make blocks unfindable; cached ones become free."""
