@@ -96,11 +96,11 @@ class HeteroProposer(Proposer):
 
     def calibrate(self) -> None:
         """Time target and drafter if the controller needs it. Every rank takes part."""
-        before = self.warm
-        if not before:
-            self.seam.check_trees()
+        if self.warm:
+            return
+        self.seam.check_trees()
         self.warm = True
-        if before or self.options.controller != "goodput" or not self.options.debug.calibrate:
+        if self.options.controller != "goodput" or not self.options.debug.calibrate:
             return
         file = pair_file(self.seam, self.vllm_config, self.options)
         try:
