@@ -82,12 +82,10 @@ class TreeBranches(RoundExtension):
 
     def forks(self, rows: Sequence[DraftRow]) -> Sequence[Fork]:
         forks, self._forks = self._forks, {}  # a round that continues drafts has none
-        if not forks:
-            return ()
         return [
             Fork(index, *fork)
             for index, row in enumerate(rows)
-            for fork in forks.get(row.task.state.req_id, ())
+            for fork in forks.get(row.task.req_id, ())
         ]
 
     def after_step(self, current: Round, number: int) -> None:
@@ -109,9 +107,7 @@ class TreeBranches(RoundExtension):
         for index, (row, tokens) in enumerate(zip(current.rows, drafted, strict=True)):
             if tokens.beside is None:
                 continue
-            found = self._found.get(row.task.state.req_id)
-            if found is None:
-                found = self._found[row.task.state.req_id] = BranchTokens(row.task)
+            found = self._found.setdefault(row.task.req_id, BranchTokens(row.task))
             found.chain += tokens.tokens
             found.beside.append(tokens.beside)
             if self._drafter.parallel:
