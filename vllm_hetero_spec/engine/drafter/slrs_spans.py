@@ -93,7 +93,10 @@ class _SpanRound:
         self._draws = BatchSampler(range(len(rows)), draws, [0] * len(rows), method, drafter.send)
         self._cached = np.array([len(row.sequence.kv_ids) for row in rows])
         self._side_blocks = [side_blocks.get(row.task.req_id, ()) for row in rows]
-        self._paths = list(map(_path_of, rows, map(len, self._side_blocks)))
+        self._paths = [
+            SlrsPath(row.steps, row.task.lookahead, len(blocks), seed=draw.seed, place=draw.place)
+            for row, draw, blocks in zip(rows, draws, self._side_blocks, strict=True)
+        ]
 
     def run(self, logits: torch.Tensor) -> list[DrafterTokens]:
         """Draft from the logits [n, V_D] at the end of each request's context."""
@@ -137,9 +140,3 @@ class _SpanRound:
         feed = self._drafter.planner.ragged(lines, cached.tolist(), pending)
         lengths = (cached + np.diff(feed.starts)).astype(np.int32)
         return self._draws.rows(self._drafter.feed(feed, lines, lengths), indices)
-
-
-def _path_of(row: DraftRow, side_branches: int) -> SlrsPath:
-    draw = row.task.draw
-    assert draw is not None
-    return SlrsPath(row.steps, row.task.lookahead, side_branches, seed=draw.seed, place=draw.place)
