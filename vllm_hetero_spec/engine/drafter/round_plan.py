@@ -104,8 +104,6 @@ class RoundPlan:
 
     def forks_of(self, request: int) -> list[tuple[int, int]]:
         """Return (row, step after which it leaves) of each fork of a request."""
-        if not self.forks.size:
-            return []
         own = np.flatnonzero(self.forks[0] == request)
         return list(zip((self.count + own).tolist(), self.forks[1, own].tolist(), strict=True))
 
