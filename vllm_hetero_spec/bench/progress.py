@@ -40,8 +40,6 @@ class TimeLeft:
 
 
 class ProgressReporter:
-    """Writes the progress to a console."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._left: list[Measurement] = []

@@ -31,8 +31,6 @@ class Recorded:
 
 @dataclass
 class Contents:
-    """Content of a results file."""
-
     header: dict[str, Any]  # the first line
     resumed: list[dict[str, Any]] = field(default_factory=list)  # provenance of later sessions
     samples: list[Recorded] = field(default_factory=list)  # in the order of the runs

@@ -41,7 +41,6 @@ class VocabularyCounts:
 
 
 def count_vocabulary(tokenizer: TextTokenizer) -> VocabularyCounts:
-    """Count the ids of a tokenizer by kind."""
     spelled = Counter(data for data in tokenizer.token_bytes if data)
     text = spelled.total()
     special = len(tokenizer.special_text)

@@ -110,7 +110,6 @@ class TextTokenizer:
         return self._encode_escaped(text) if _ESCAPED.search(text) else self.raw_encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Apply `encode` to each text."""
         if _ESCAPED.search("".join(texts)):
             return [self.encode(text) for text in texts]
         return self.raw_encode_batch(texts)

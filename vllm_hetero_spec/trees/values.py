@@ -141,7 +141,6 @@ class TreeValues(NamedTuple):
         return values
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         return {"greedy": self.greedy.to_dict(), "race": self.race.to_dict()}
 
     @classmethod

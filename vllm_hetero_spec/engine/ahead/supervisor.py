@@ -164,7 +164,6 @@ class SupervisedProcess:
 
     @property
     def counts(self) -> Counts:
-        """Counts of the current process."""
         return Counts() if self._process is None else self._process.table.counts
 
     @property

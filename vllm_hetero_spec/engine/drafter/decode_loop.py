@@ -141,7 +141,6 @@ class Drafter:
         return restored
 
     def run(self, rows: Sequence[DraftRow], control: Control | None = None) -> list[DrafterTokens]:
-        """Run a whole round."""
         self.begin(rows, control)
         return self.finish()
 

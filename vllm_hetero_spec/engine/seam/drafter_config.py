@@ -54,7 +54,6 @@ class DraftingMode(NamedTuple):
 
     @property
     def graphs(self) -> bool:
-        """True if CUDA graphs are captured."""
         return bool(self.shapes)
 
 

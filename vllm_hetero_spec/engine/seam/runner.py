@@ -36,7 +36,6 @@ class Runner(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device of the target."""
         return torch.device(self._runner.device)
 
     @property

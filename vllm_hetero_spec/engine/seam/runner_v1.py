@@ -25,8 +25,6 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class RunnerV1(Runner):
-    """`Runner` with Model Runner V1."""
-
     def __init__(self, runner: "GPUModelRunner", trees: TreeAdapter | None = None) -> None:
         super().__init__(runner, trees)
         self._params: dict[str, tuple[SamplingParams | None, RequestParams]] = {}

@@ -128,7 +128,6 @@ class StepView:
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """Index of each request in the batch."""
         return {request.req_id: index for index, request in enumerate(self.requests)}
 
     @property
