@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.request_params import RequestParams
 from vllm_hetero_spec.engine.seam.tree_adapter import TreeAdapter
 from vllm_hetero_spec.staging import Mark
@@ -47,9 +48,13 @@ class Runner(ABC):
     def on_drafts_taken(self) -> None:
         """Note that vLLM has the step's drafts and that the target's next step begins."""
 
-    @abstractmethod
     def attach_to_output(self, output: object, lookahead: int) -> None:
-        """Attach `lookahead`, the draft length of the next scheduled steps, to a step's output."""
+        """Attach to a step's output the rows that trees compute twice.
+
+        With asynchronous scheduling also `lookahead`, the draft length of the next scheduled steps.
+        """
+        if self.trees is not None:
+            leave_out(output, self.trees.again)
 
     @abstractmethod
     def _params_of(self, req_id: str) -> RequestParams:

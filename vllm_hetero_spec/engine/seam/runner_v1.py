@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.request_params import RequestParams, params_of
 from vllm_hetero_spec.engine.seam.runner import Runner
@@ -107,11 +106,6 @@ class RunnerV1(Runner):
         super().expect_trees(drafts)
         if self.trees is not None:
             self.trees.on_drafts_taken(None, self._lengths)
-
-    def attach_to_output(self, output: object, lookahead: int) -> None:
-        """Attach the rows that trees compute twice. V1 has no asynchronous scheduling."""
-        if self.trees is not None:
-            leave_out(output, self.trees.again)
 
     def batch(self) -> BatchView:
         """Return the batch for which tokens are being sampled."""

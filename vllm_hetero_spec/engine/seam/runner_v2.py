@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.metrics.transport import leave_out
 from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets_of
 from vllm_hetero_spec.engine.seam.cache_salt import salt_of
 from vllm_hetero_spec.engine.seam.draft_inputs_v2 import DraftInputs
@@ -198,9 +197,7 @@ class RunnerV2(Runner):
         self._device_clock.idle()
 
     def attach_to_output(self, output: object, lookahead: int) -> None:
-        """Attach padding, the next draft length, and the rows that trees compute twice."""
-        if self.trees is not None:
-            leave_out(output, self.trees.again)
+        super().attach_to_output(output, lookahead)
         if not self.buckets or self._output is None:
             return
         padding = {
