@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from vllm_hetero_spec.bench import engines
-from vllm_hetero_spec.bench.engines import vocabularies_differ
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
 from vllm_hetero_spec.bench.plots import write_plots
@@ -84,7 +83,7 @@ def _measure(
 ) -> None:
     # The value of the first session, so that all sessions have the same waves.
     at_once = results.contents.header["engines_at_once"]
-    plan = make_plan(suite, at_once, vocabularies_differ, arguments.only)
+    plan = make_plan(suite, at_once, engines.vocabularies_differ, arguments.only)
     pending = {run.cell.engine for wave in plan.pending(results.done) for run in wave}
     for target in suite.targets:
         names = {engine.drafter for engine in pending if engine.target == target.name}
