@@ -33,6 +33,8 @@ HEADERS = (
     "{% endfor %}{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
 )
 
+Out = pytest.CaptureFixture[str]
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +76,7 @@ def tiny(tmp_path: Path) -> str:
     return str(file)
 
 
-def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def inspect(capsys: Out, *arguments: str) -> dict[str, Any]:
     """Return the JSON output; nothing else may be printed."""
     assert main(["inspect", *arguments, "--json"]) == 0
     printed = capsys.readouterr()
@@ -88,9 +90,7 @@ def write(file: Path, text: str) -> str:
     return str(file)
 
 
-def test_figures_of_a_text_counted_by_hand(
-    capsys: pytest.CaptureFixture[str], pair: list[str], tmp_path: Path
-) -> None:
+def test_figures_of_a_text_counted_by_hand(capsys: Out, pair: list[str], tmp_path: Path) -> None:
     """The target splits hello| |hello|\\n; the drafter splits he|l|lo| |he|l|lo|\\n."""
     text = write(tmp_path / "text.txt", "hello hello\n")
     found = inspect(capsys, *pair, "--text", text)
@@ -106,7 +106,7 @@ def test_figures_of_a_text_counted_by_hand(
     }
 
 
-def test_boundaries_that_cross(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_straddled_boundaries(capsys: Out, tmp_path: Path) -> None:
     """Target hel|lo, drafter he|llo: one of two tokens straddles a boundary on each side."""
     target = save(tmp_path / "target", build_bytes("h e,he l,l o", [END]))
     drafter = save(tmp_path / "drafter", build_bytes("h e,l o,l lo", [END]))
@@ -118,7 +118,7 @@ def test_boundaries_that_cross(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (found["pair"]["omega_t"], found["pair"]["omega_k"]) == (0.5, 0.5)
 
 
-def test_vocabularies_and_roles(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+def test_vocabularies_and_roles(capsys: Out, pair: list[str]) -> None:
     found = inspect(capsys, *pair)
     target, drafter = found["target"], found["drafter"]
     assert target["name"] == pair[0]
@@ -147,9 +147,7 @@ def test_vocabularies_and_roles(capsys: pytest.CaptureFixture[str], pair: list[s
     assert shared["lengths"]["target"][:6] == [256, 2, 0, 1, 1, 0]
 
 
-def test_control_tokens_for_the_drafter(
-    capsys: pytest.CaptureFixture[str], pair: list[str]
-) -> None:
+def test_control_tokens_for_the_drafter(capsys: Out, pair: list[str]) -> None:
     """<|endoftext|> and <|user|> end the target's text. Only the first ends the drafter's."""
     bridge = inspect(capsys, *pair)["bridge"]
     assert bridge["kind"] == "text"
@@ -163,24 +161,21 @@ def test_control_tokens_for_the_drafter(
     ]
 
 
-def test_equal_tokenizers_pass_ids(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+def test_equal_tokenizers_pass_ids(capsys: Out, pair: list[str]) -> None:
     found = inspect(capsys, pair[0], pair[0])
     assert found["bridge"]["kind"] == "identity"
     assert found["pair"]["omega_t"] == 1.0
     assert found["pair"]["target_straddle"] == 0.0
 
 
-def test_rewriting_and_missing_characters(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_rewriting_and_missing_characters(capsys: Out, tmp_path: Path) -> None:
     vocabulary = {piece: i for i, piece in enumerate(["<unk>", "▁", *"Thecats'12dog"])}
     partial = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     partial.normalizer = normalizers.Replace(" ", "▁")
     partial.decoder = decoders.Replace("▁", " ")
     drafter = save(tmp_path / "drafter", partial, {"unk_token": "<unk>"})
-    target = save(
-        tmp_path / "target", altered(build_bytes("", [END]), normalizer=normalizers.NFC())
-    )
+    composing = altered(build_bytes("", [END]), normalizer=normalizers.NFC())
+    target = save(tmp_path / "target", composing)
     text = write(tmp_path / "text.txt", "the cat\nthe ox\n\no\u0308 dots\n")
     found = inspect(capsys, target, drafter, "--text", text)
     assert found["text"]["lines"] == 3
@@ -197,7 +192,7 @@ def test_rewriting_and_missing_characters(
     assert (best["method"], best["reason"][:6]) == ("tli", "100.0%")
 
 
-def test_methods_are_ones_that_run(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+def test_proposed_methods_exist(capsys: Out, pair: list[str]) -> None:
     methods = inspect(capsys, *pair)["methods"]
     assert [choice["method"] for choice in methods["temperature_0"]] == ["slem"]
     for choice in chain(*methods.values()):
@@ -207,9 +202,7 @@ def test_methods_are_ones_that_run(capsys: pytest.CaptureFixture[str], pair: lis
     assert methods["temperature_1"][0]["method"] == "slrs"
 
 
-def test_a_parallel_drafter_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, pair: list[str]
-) -> None:
+def test_a_parallel_drafter_is_named(capsys: Out, tmp_path: Path, pair: list[str]) -> None:
     """Its configuration has the id of its mask token."""
     drafter = tmp_path / "parallel"
     shutil.copytree(pair[1], drafter)
@@ -220,10 +213,8 @@ def test_a_parallel_drafter_is_named(
     assert "mask token" not in capsys.readouterr().out
 
 
-def test_what_vllm_itself_makes_of_equal_tokenizers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, pair: list[str]
-) -> None:
-    """Its method `draft_model` compares the numbers of output rows, padding included."""
+def test_draft_model_needs_equal_output_rows(capsys: Out, tmp_path: Path, pair: list[str]) -> None:
+    """vLLM's method `draft_model` compares the numbers of output rows, padding included."""
     models = []
     for rows in (300, 300, 364):
         models.append(tmp_path / str(len(models)))
@@ -240,23 +231,21 @@ def test_what_vllm_itself_makes_of_equal_tokenizers(
     assert "draft_model" not in capsys.readouterr().out
 
 
-def test_chat_templates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_chat_templates(capsys: Out, tmp_path: Path) -> None:
     special = (END, "<|user|>", "<|im_start|>", "<|im_end|>")
     chat = {"eos_token": END, "chat_template": CHATML}
     target = save(tmp_path / "target", build_bytes("h e", special), chat)
     other = save(tmp_path / "other", build_bytes("l o", special), chat | {"chat_template": HEADERS})
     plain = save(tmp_path / "plain", build_bytes("l o", special))
-    assert inspect(capsys, target, other)["bridge"]["chat_template"] == {
-        "active": True,
-        "reason": "",
-    }
+    on = inspect(capsys, target, other)["bridge"]["chat_template"]
+    assert on == {"active": True, "reason": ""}
     off = inspect(capsys, target, plain)["bridge"]["chat_template"]
     assert not off["active"]
     assert "no chat template" in off["reason"]
 
 
 def test_a_table_fits_a_narrow_terminal(
-    capsys: pytest.CaptureFixture[str], pair: list[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Out, pair: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "44")
     assert main(["inspect", *pair]) == 0
@@ -269,10 +258,9 @@ def test_a_table_fits_a_narrow_terminal(
         assert expected in " ".join(printed.out.split())
 
 
-def test_a_locale_without_our_characters(
+def test_characters_missing_in_the_locale_are_replaced(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Missing characters are replaced, so that one of them does not lose the whole output."""
     monkeypatch.setenv("COLUMNS", "30")  # here tables cut words with a non-ASCII mark
     with open(tmp_path / "printed", "w", encoding="ascii") as printed:
         monkeypatch.setattr(sys, "stdout", printed)
@@ -280,25 +268,23 @@ def test_a_locale_without_our_characters(
     assert "omega" in (tmp_path / "printed").read_text()
 
 
-@pytest.mark.parametrize("content", ["", " \n\n\t\n", None, b"caf\xe9"])
-def test_a_text_that_cannot_be_used(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, content: str | bytes | None
+@pytest.mark.parametrize("content", [b"", b" \n\n\t\n", None, b"caf\xe9"])
+def test_unusable_texts_are_refused(
+    capsys: Out, tmp_path: Path, tiny: str, content: bytes | None
 ) -> None:
     text = tmp_path / "text.txt"
     if content is not None:
-        text.write_bytes(content.encode() if isinstance(content, str) else content)
+        text.write_bytes(content)
     assert str(text) in refused(capsys, "inspect", tiny, tiny, "--text", str(text))
 
 
 @pytest.mark.parametrize("line", ["{", '{"text": "b"}', '{"prompt": 1}', '{"prompt": "\\ud800"}'])
-def test_prompts_that_cannot_be_used(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, line: str
-) -> None:
+def test_unusable_prompts_are_refused(capsys: Out, tmp_path: Path, tiny: str, line: str) -> None:
     text = write(tmp_path / "text.jsonl", f'{{"prompt": "a"}}\n{line}\n')
     assert text in refused(capsys, "inspect", tiny, tiny, "--text", text)
 
 
-def test_no_such_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+def test_missing_tokenizers_are_refused(capsys: Out, tmp_path: Path, tiny: str) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty" / "config.json", "{}")
     assert "the target folder" in refused(capsys, "inspect", str(tmp_path / "empty"), tiny)
@@ -312,24 +298,22 @@ def test_no_such_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path, t
 
 
 @pytest.mark.parametrize("content", ['{"model": ', "{}", "[]", '{"version": "1.0"}'])
-def test_a_corrupt_tokenizer(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, content: str
+def test_corrupt_tokenizers_are_refused(
+    capsys: Out, tmp_path: Path, tiny: str, content: str
 ) -> None:
     file = write(tmp_path / "tokenizer.json", content)
     assert "target's tokenizer" in refused(capsys, "inspect", file, tiny)
     assert "drafter's tokenizer" in refused(capsys, "inspect", tiny, str(tmp_path))
 
 
-def test_a_tokenizer_without_exact_bytes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str
-) -> None:
+def test_tokenizers_without_exact_bytes_are_refused(capsys: Out, tmp_path: Path, tiny: str) -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.CTC()
     words.save(str(tmp_path / "words.json"))
     assert "cannot be bridged" in refused(capsys, "inspect", str(tmp_path / "words.json"), tiny)
 
 
-def test_tekken_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+def test_tekken_files(capsys: Out, tmp_path: Path, tiny: str) -> None:
     pytest.importorskip("mistral_common")
     words = [bytes([byte]) for byte in range(256)] + [b"he", b"hello"]
     content = {
@@ -364,7 +348,7 @@ def test_tekken_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: 
     assert file["vocabulary"] == target["vocabulary"]
 
 
-def test_sentencepiece_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str) -> None:
+def test_sentencepiece_files(capsys: Out, tmp_path: Path, tiny: str) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "the dog sat on the cat"] * 20),
@@ -423,16 +407,14 @@ def test_no_model_library_is_imported(pair: list[str], tmp_path: Path, kind: str
         assert (found["target"]["eos_ids"], found["drafter"]["eos_ids"]) == ([260, 261], [258])
 
 
-def test_a_real_pair(capsys: pytest.CaptureFixture[str], shared: Path) -> None:
+def test_a_real_pair(capsys: Out, shared: Path) -> None:
     """The main difference: Llama 3.1 has tokens of three digits, and Qwen2 has none."""
     names = [str(shared / "tokenizers" / name) for name in ("llama-3.1", "qwen2")]
     if not all(Path(name).is_dir() for name in names):
         pytest.skip("needs the tokenizers of Llama 3.1 and Qwen2")
     found = inspect(capsys, *names)
-    intersection = found["intersection"]
-    assert {intersection[key] for key in ("get_vocab", "space_normalised", "true_bytes")} == {
-        109_566
-    }
+    common = found["intersection"]
+    assert common["get_vocab"] == common["space_normalised"] == common["true_bytes"] == 109_566
     assert found["target"]["roles"]["eos"] == {"id": 128009, "content": "<|eot_id|>"}
     assert found["target"]["changed_lines"] == 0
     assert found["drafter"]["normalizers"] == ["NFC"]
