@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from advice_fakes import WORKER
+from command_line import refused
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -23,6 +24,8 @@ from vllm_hetero_spec.cli import compare, doctor
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
+
+Out = pytest.CaptureFixture[str]
 
 ALONE = Sample(
     traces=[
@@ -74,7 +77,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     return found
 
 
-def compared(folder: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def compared(folder: str, capsys: Out, *options: str) -> str:
     """Return the output of a comparison on two prompts."""
     assert main(["compare", folder, folder, "--prompts", f"{folder}/prompts.jsonl", *options]) == 0
     return capsys.readouterr().out
@@ -88,19 +91,7 @@ def with_texts(sample: Sample, *texts: str) -> Sample:
     )
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the refusal of a command line; it must be one line."""
-    assert main(["compare", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
-
-
-def test_figures_of_a_comparison(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_of_a_comparison(folder: str, answers: Answers, capsys: Out) -> None:
     found = json.loads(compared(folder, capsys, "--json"))
     assert found["identical"] == found["prompts"] == 2
     assert found["speedup"] == pytest.approx(2.0)
@@ -117,10 +108,10 @@ def test_figures_of_a_comparison(
     assert speculative["tpot"]["median"] == pytest.approx(0.1)
 
 
-def test_table_tells_what_happened(
+def test_table_of_a_comparison(
     folder: str,
     answers: Answers,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Out,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = compared(folder, capsys)
@@ -144,9 +135,7 @@ def test_table_tells_what_happened(
     assert "widened with zero MLP columns: 60 of 64" in text
 
 
-def test_a_differing_token_is_reported(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_differing_token_is_reported(folder: str, answers: Answers, capsys: Out) -> None:
     same, last = SPECULATIVE.traces
     changed = dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")
     answers.speculative = dataclasses.replace(SPECULATIVE, traces=[same, changed])
@@ -156,10 +145,8 @@ def test_a_differing_token_is_reported(
     assert "dex" in text
 
 
-def test_ties_of_coarse_arithmetic_are_told(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A tie is reported only if texts differ and the dtype has 16 bits."""
+def test_ties_of_16_bit_dtypes_are_reported(folder: str, answers: Answers, capsys: Out) -> None:
+    """Only if texts differ."""
     same, last = SPECULATIVE.traces
     changed = [same, dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")]
     for traces, dtype, told in (
@@ -171,78 +158,63 @@ def test_ties_of_coarse_arithmetic_are_told(
         assert ("In bfloat16 a tie" in compared(folder, capsys)) is told
 
 
-def test_fewer_prompts_than_asked_for_are_told(
-    answers: Answers, folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_prompts_are_reported(answers: Answers, folder: str, capsys: Out) -> None:
     assert "holds" not in compared(folder, capsys, "--num-prompts", "2")
     printed = compared(folder, capsys, "--num-prompts", "3")
     assert f"--num-prompts is 3; {folder}/prompts.jsonl holds 2." in printed
 
 
-def test_another_model_runner_is_told(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_model_runner_is_reported(folder: str, answers: Answers, capsys: Out) -> None:
     answers.alone = dataclasses.replace(ALONE, runner="V2")
     answers.speculative = dataclasses.replace(SPECULATIVE, runner="V1")
     assert "on vLLM's Model Runner V1, the target alone on V2" in compared(folder, capsys)
 
 
-def test_sampled_texts_are_not_compared(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sampled_texts_are_not_compared(folder: str, answers: Answers, capsys: Out) -> None:
     assert "not compared" in compared(folder, capsys, "--temperature", "1")
     found = json.loads(compared(folder, capsys, "--temperature", "1", "--json"))
     assert found["identical"] is None
 
 
-def test_no_drafts_is_no_acceptance_length(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_drafts_is_no_acceptance_length(folder: str, answers: Answers, capsys: Out) -> None:
     idle = dataclasses.replace(SPECULATIVE, drafts=0, draft_tokens=0, accepted_tokens=0)
     assert idle.acceptance_length is None
     answers.speculative = idle
     assert "no drafts" in compared(folder, capsys)
 
 
-def test_markup_in_a_text_is_printed_as_it_is(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_markup_in_a_text_is_printed_as_it_is(folder: str, answers: Answers, capsys: Out) -> None:
     texts = ["[bold]x[/] [0]", "y"]
     answers.alone, answers.speculative = with_texts(ALONE, *texts), with_texts(SPECULATIVE, *texts)
     assert "[bold]x[/] [0]" in compared(folder, capsys)
 
 
-def test_weights_that_cannot_be_had_are_refused(
-    folder: str, answers: Answers, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_weights_are_refused(folder: str, answers: Answers, capsys: Out) -> None:
     """The refusal comes before any engine starts. An engine would download silently."""
     (Path(folder) / "model.bin").unlink()
-    assert "contains no weights." in refused(capsys, folder, folder)
+    assert "contains no weights." in refused(capsys, "compare", folder, folder)
     (Path(folder) / "model.bin").touch()
-    said = refused(capsys, folder, "organisation/absent")
+    said = refused(capsys, "compare", folder, "organisation/absent")
     assert "of organisation/absent are not on this machine (`hf download org" in said
     assert "; downloading them failed: " in said
     assert answers.started == []
 
 
-def test_absent_models_are_refused(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+def test_absent_models_are_refused(capsys: Out, folder: str) -> None:
     absent = f"{folder}/absent"
-    assert f"the target folder {absent} does not exist" in refused(capsys, absent, folder)
-    assert f"the drafter folder {absent} does not exist" in refused(capsys, folder, absent)
+    for models, side in (((absent, folder), "target"), ((folder, absent), "drafter")):
+        assert f"the {side} folder {absent} does not exist" in refused(capsys, "compare", *models)
 
 
-def test_a_folder_without_a_model_is_refused(
-    capsys: pytest.CaptureFixture[str], folder: str
-) -> None:
+def test_a_folder_without_a_model_is_refused(capsys: Out, folder: str) -> None:
     empty = Path(folder) / "empty"
     empty.mkdir()
-    assert "contains no config.json" in refused(capsys, folder, str(empty))
+    assert "contains no config.json" in refused(capsys, "compare", folder, str(empty))
     file = empty / "model.gguf"
     file.touch()
     for name in (file, empty):
-        assert f"{name} cannot be used: this vLLM reads no GGUF;" in refused(
-            capsys, folder, str(name)
-        )
+        said = refused(capsys, "compare", folder, str(name))
+        assert f"{name} cannot be used: this vLLM reads no GGUF;" in said
 
 
 @pytest.mark.parametrize(
@@ -263,9 +235,9 @@ def test_a_folder_without_a_model_is_refused(
     ],
 )
 def test_wrong_options_are_refused(
-    capsys: pytest.CaptureFixture[str], folder: str, options: list[str], sentence: str
+    capsys: Out, folder: str, options: list[str], sentence: str
 ) -> None:
-    assert sentence in refused(capsys, folder, folder, *options)
+    assert sentence in refused(capsys, "compare", folder, folder, *options)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +251,11 @@ def test_argparse_refuses_malformed_options(folder: str, options: list[str]) -> 
 
 
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "a"}', '{"prompt": 3}'])
-def test_malformed_prompts_are_refused(
-    capsys: pytest.CaptureFixture[str], folder: str, line: str
-) -> None:
+def test_malformed_prompts_are_refused(capsys: Out, folder: str, line: str) -> None:
     prompts = Path(folder) / "prompts.jsonl"
     prompts.write_text(f'{{"prompt": "a"}}\n{line}\n')
-    assert f"{prompts}, line 2" in refused(capsys, folder, folder, "--prompts", str(prompts))
+    said = refused(capsys, "compare", folder, folder, "--prompts", str(prompts))
+    assert f"{prompts}, line 2" in said
 
 
 def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
@@ -294,7 +265,7 @@ def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
     assert load_prompts(None, 3) == list(BUILT_IN[:3])
 
 
-def test_lines_end_where_json_lines_does(tmp_path: Path) -> None:
+def test_prompts_keep_other_line_separators(tmp_path: Path) -> None:
     """Other separators are part of the text. A byte order mark is ignored."""
     file = tmp_path / "prompts.jsonl"
     texts = ["a\u2028b\u2029c", "d\x85e", "f"]
@@ -303,18 +274,28 @@ def test_lines_end_where_json_lines_does(tmp_path: Path) -> None:
     assert load_prompts(file, 9) == texts
 
 
-def test_a_failing_engine_is_no_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            MeasurementError("the engine ended with exit code 9"),
+            "the engine ended with exit code 9",
+        ),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device."),
+    ],
+)
+def test_failures_are_one_sentence(
+    capsys: Out, monkeypatch: pytest.MonkeyPatch, folder: str, error: Exception, sentence: str
 ) -> None:
-    def fail(*_: object, **__: object) -> Sample:
-        raise MeasurementError("the engine ended with exit code 9")
+    def fail(*_: object, **__: object) -> None:
+        raise error
 
     monkeypatch.setattr(engines, "start", fail)
     assert main(["compare", folder, folder]) == 1
-    assert "error: the engine ended with exit code 9" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {sentence}"
 
 
-def test_widened_models_are_told_from_others(tmp_path: Path) -> None:
+def test_widened_columns(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     projection = torch.ones(8, 4)
     save_file({name: projection}, tmp_path / "model.safetensors")
@@ -328,22 +309,11 @@ def test_widened_models_are_told_from_others(tmp_path: Path) -> None:
     assert widened_columns(str(tmp_path)) is None
 
 
-def test_errors_of_the_machine_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: str
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(engines, "start", full)
-    assert main(["compare", folder, folder]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: [Errno 28] No space left on device."
-
-
 @pytest.mark.parametrize("show", [print, lambda text: Console().print(text)])
-def test_a_reader_that_leaves_ends_it_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], show: Callable[[str], None]
+def test_a_closed_pipe_ends_the_command_silently(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out, show: Callable[[str], None]
 ) -> None:
-    """A closed pipe, as with `| head`, ends the command silently, while printing or at exit."""
+    """As with `| head`: while printing or at exit."""
     monkeypatch.setattr(doctor, "run", lambda _: show("all is well"))
     reading, writing = os.pipe()
     os.close(reading)
@@ -356,7 +326,7 @@ def test_a_reader_that_leaves_ends_it_without_a_word(
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_a_real_comparison(demo_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_comparison(demo_pair: Path, capsys: Out) -> None:
     models = [str(demo_pair / "target"), str(demo_pair / "drafter")]
     prompts = ["--prompts", str(demo_pair / "prompts.jsonl"), "--num-prompts", "3"]
     sizes = ["--max-tokens", "24", "--batch-size", "2"]
