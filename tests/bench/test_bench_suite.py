@@ -48,17 +48,14 @@ def test_defaults(write: Write) -> None:
     assert (suite.name, suite.methods, suite.peers) == ("suite", METHODS, tuple(PEERS))
     assert suite.targets[0].name == "big"
     assert suite.targets[0].drafters == (SuiteDrafter("small", "org/small"),)
-    assert (suite.batch_sizes, suite.temperatures, suite.num_speculative_tokens) == (
-        (1,),
-        (0.0,),
-        (4,),
-    )
+    assert (suite.batch_sizes, suite.temperatures) == ((1,), (0.0,))
+    assert suite.num_speculative_tokens == (4,)
     assert (suite.repeats, suite.seed, suite.top_p, suite.ignore_eos) == (3, 0, 1.0, False)
     assert suite.engines_at_once is None
     assert len(suite.prompts["big"]["code"]) == 2
 
 
-def test_everything_that_may_be_said(write: Write) -> None:
+def test_all_keys(write: Write) -> None:
     suite = read_suite(
         write("""\
 name: all
@@ -105,18 +102,6 @@ engines_at_once: 2
     assert (suite.seed, suite.engines_at_once, suite.ignore_eos) == (None, 2, True)
 
 
-def test_a_drafter_is_not_called_as_a_setting_of_another(write: Write) -> None:
-    """A drafter's name must not look like a setting of another drafter.
-
-    Otherwise rows would be compared as settings of one drafter, or two drafters would have one
-    name.
-    """
-    named = GOOD.replace("org/small", "{model: org/small, name: 'small:a'}")
-    said = refused(write(named))[1]
-    assert "name is 'small:a'; " in said
-    assert "write 'small-a'." in said
-
-
 def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
     """Such rows have the name drafter:setting.
 
@@ -133,11 +118,8 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
         ("small:ahead", {"controller": "fixed", "tree_nodes": 0, "draft_ahead": True}, {}),
     ]
     plan = make_plan(suite, 9, lambda target, drafter: None)
-    drafting = [
-        (cell.engine.method, cell.engine.drafter)
-        for cell in plan.waves[0].groups[0]
-        if cell.engine.drafter
-    ]
+    cells = [cell.engine for cell in plan.waves[0].groups[0]]
+    drafting = [(engine.method, engine.drafter) for engine in cells if engine.drafter]
     assert drafting[:3] == [
         ("slem", "small:chain"),
         ("slem", "small:ahead"),
@@ -161,7 +143,7 @@ def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
         ("num-speculative-tokens", "by num_speculative_tokens in a suite"),
     ],
 )
-def test_what_rows_are_called_by_is_set_in_one_place(write: Write, key: str, where: str) -> None:
+def test_keys_that_name_rows_are_set_in_one_place(write: Write, key: str, where: str) -> None:
     """Only a setting may change the lookahead, because each setting has its own row name."""
     given = f"{{{key}: slem}}"
     drafter = f"\n      - model: org/small\n        speculative: {given}"
@@ -173,10 +155,8 @@ def test_what_rows_are_called_by_is_set_in_one_place(write: Write, key: str, whe
     file = write(GOOD.replace("[org/small]", drafter))
     if where.startswith("by num"):
         (setting,) = read_suite(file).targets[0].drafters
-        assert (setting.name, setting.speculative) == (
-            "small:k2",
-            {"num_speculative_tokens": 2},
-        )
+        assert setting.name == "small:k2"
+        assert setting.speculative == {"num_speculative_tokens": 2}
     else:
         assert f"settings.k2.{key} is set {where}" in refused(file)[1]
 
@@ -186,7 +166,7 @@ def test_every_method_has_a_kind() -> None:
     assert not set(METHODS) & set(PEERS)
 
 
-def test_the_digest_is_of_what_is_measured(write: Write) -> None:
+def test_digest(write: Write) -> None:
     plain = read_suite(write(GOOD)).digest
     assert read_suite(write("# a comment\n" + GOOD)).digest == plain
     assert read_suite(write(GOOD + "repeats: 4\n")).digest != plain
@@ -246,6 +226,13 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         ("[org/small]", "[/absent/folder]", 3, "the drafter folder /absent/folder does not"),
         ("[org/small]", "[]", 3, "targets[0].drafters is []"),
         ("[org/small]", "[org/small, other/small]", 3, "targets[0].drafters[1] repeats 'small'"),
+        (
+            "org/small",
+            "{model: org/small, name: 'small:a'}",  # the name of a setting of another drafter
+            3,
+            "name is 'small:a'; in the rows a colon parts a drafter's name from its setting's: "
+            "write 'small-a'.",
+        ),
         ("[org/small]", "[{name: x}]", 3, "targets[0].drafters[0] has no model"),
         ("[org/small]", "[{speculative: {}}]", 3, "targets[0].drafters[0] has no model"),
         ("[org/small]", "['']", 3, "targets[0].drafters[0].model is ''; it must be a string"),
@@ -284,7 +271,7 @@ def test_the_digest_is_of_what_is_measured(write: Write) -> None:
         (GOOD, "- a", 1, "the suite is ['a']; it must be a mapping"),
     ],
 )
-def test_mistakes_are_told_with_their_line(
+def test_mistakes_are_refused_with_their_line(
     write: Write,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -311,7 +298,7 @@ def test_mistakes_are_told_with_their_line(
         ("\n", "datasets.code has no prompts"),
     ],
 )
-def test_mistakes_in_prompts_are_told(write: Write, lines: str, sentence: str) -> None:
+def test_mistakes_in_prompts_are_refused(write: Write, lines: str, sentence: str) -> None:
     file = write(with_dataset("{file: prompts.jsonl}"))
     (file.parent / "prompts.jsonl").write_text(lines)
     line, found = refused(file)
@@ -337,7 +324,7 @@ def test_templates_columns_and_filters(write: Write) -> None:
     assert prompts_of(read_suite(file)) == ("Say {brac!", "Say more !")
 
 
-def test_prompts_come_again_only_where_that_is_asked_for(write: Write) -> None:
+def test_repeated_prompts(write: Write) -> None:
     file = write(GOOD.replace("count: 2", "count: 10, repeat: true"))
     prompts = prompts_of(read_suite(file))
     assert len(prompts) == 10
@@ -364,11 +351,8 @@ def test_chat_templates_are_the_targets(write: Write, monkeypatch: pytest.Monkey
     # vLLM adds the <s> itself.
     assert prompts_of(read_suite(file)) == ("[user] a [reply]", "[user] b [reply]")
     monkeypatch.setattr(Tokenizer, "chat_template", None)
-    line, sentence = refused(file)
-    assert (line, sentence) == (
-        5,
-        "datasets.code.chat_template is true, and org/big has no chat template.",
-    )
+    sentence = "datasets.code.chat_template is true, and org/big has no chat template."
+    assert refused(file) == (5, sentence)
 
 
 HF = "{hf: org/data, config: small, split: test, prompt: '{text}', count: 2}"
@@ -393,9 +377,8 @@ def test_hugging_face_rows_are_streamed(write: Write, monkeypatch: pytest.Monkey
         raise RuntimeError("Dataset scripts are not supported\nmore")
 
     library.load_dataset = fail
-    line, sentence = refused(write(with_dataset(HF)))
-    assert line == 5
-    assert sentence == "cannot load the dataset org/data: Dataset scripts are not supported."
+    sentence = "cannot load the dataset org/data: Dataset scripts are not supported."
+    assert refused(write(with_dataset(HF))) == (5, sentence)
 
 
 def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,21 +386,15 @@ def test_a_missing_library_is_named(write: Write, monkeypatch: pytest.MonkeyPatc
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    line, sentence = refused(write(with_dataset(HF)))
-    assert (line, sentence) == (
-        5,
-        "the dataset org/data needs datasets: `pip install datasets`.",
-    )
+    sentence = "the dataset org/data needs datasets: `pip install datasets`."
+    assert refused(write(with_dataset(HF))) == (5, sentence)
 
 
-def test_rows_of_hugging_face_may_lie_in_a_folder(
+def test_hugging_face_rows_of_a_folder(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file has the dataset's name in the suite.
-
-    The `datasets` library is not needed, and nothing is downloaded.
-    """
-    monkeypatch.setattr(importlib, "import_module", None)
+    """The file has the dataset's name in the suite. Nothing is downloaded."""
+    monkeypatch.setattr(importlib, "import_module", None)  # `datasets` is not needed
     monkeypatch.setenv("HETERO_SPEC_PROMPTS", str(tmp_path / "rows"))
     suite = write(with_dataset(HF))
     line, sentence = refused(suite)
