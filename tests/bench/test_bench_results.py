@@ -31,10 +31,16 @@ def begin(folder: Path, **options: bool) -> Results:
     return Results(folder, HEADER, **options)
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
-    results = begin(tmp_path / "deep" / "folder")
-    results.measured(RUN, SAMPLE)
+def record(folder: Path, *runs: Measurement) -> None:
+    """Write results with SAMPLE for each run."""
+    results = begin(folder)
+    for run in runs:
+        results.measured(run, SAMPLE)
     results.close()
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record(tmp_path / "deep" / "folder", RUN)
     (found,) = read_results(tmp_path / "deep" / "folder").samples
     assert (found.run, found.session) == (RUN, 0)
     assert found.sample.traces[0].token_ids == [5, 6, 7]
@@ -54,7 +60,7 @@ def test_every_line_is_written_at_once(tmp_path: Path) -> None:
     results.close()
 
 
-def test_the_first_line_tells_what_was_measured(tmp_path: Path) -> None:
+def test_the_first_line_describes_the_suite(tmp_path: Path) -> None:
     begin(tmp_path).close()
     first = json.loads((tmp_path / FILE).read_text().splitlines()[0])
     assert first["kind"] == "suite"
@@ -62,16 +68,11 @@ def test_the_first_line_tells_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_line_cut_short_is_dropped_and_overwritten(tmp_path: Path) -> None:
-    results = begin(tmp_path)
-    results.measured(RUN, SAMPLE)
-    results.measured(RUN._replace(round=3), SAMPLE)
-    results.close()
+    record(tmp_path, RUN, RUN._replace(round=3))
     path = tmp_path / FILE
     path.write_bytes(path.read_bytes()[:-30])
     assert [r.run.round for r in read_results(tmp_path).samples] == [2]
-    results = begin(tmp_path)
-    results.measured(RUN._replace(round=4), SAMPLE)
-    results.close()
+    record(tmp_path, RUN._replace(round=4))
     contents = read_results(tmp_path)
     assert [(r.run.round, r.session) for r in contents.samples] == [(2, 0), (4, 1)]
     assert len(contents.resumed) == 1
@@ -79,7 +80,7 @@ def test_a_line_cut_short_is_dropped_and_overwritten(tmp_path: Path) -> None:
 
 def test_a_first_line_cut_short_is_begun_anew(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"kind": "sui')
-    begin(tmp_path).close()
+    record(tmp_path)
     assert read_results(tmp_path).header["digest"] == HEADER["digest"]
 
 
@@ -92,9 +93,7 @@ def test_another_suite_is_refused(tmp_path: Path) -> None:
 
 
 def test_fresh_keeps_the_old_file(tmp_path: Path) -> None:
-    results = begin(tmp_path)
-    results.measured(RUN, SAMPLE)
-    results.close()
+    record(tmp_path, RUN)
     old = (tmp_path / FILE).read_bytes()
     begin(tmp_path, fresh=True).close()
     assert read_results(tmp_path).samples == []
