@@ -82,9 +82,7 @@ def advise(capsys: Out, fakes: Fakes, target: str, tmp_path: Path) -> Advise:
 
 
 def test_settings_are_measured_side_by_side(advise: Advise, fakes: Fakes, small: str) -> None:
-    fakes.worlds = {
-        ALONE: World((10,)), "small:chain": World((12,)), "small:tree": World((15,))
-    }  # fmt: skip
+    fakes.worlds |= {"small:chain": World((12,)), "small:tree": World((15,))}
     settings = json.dumps({"chain": {}, "tree": {"tree_nodes": 8}})
     found = advise.data(small, "--settings", settings)
     assert [each["drafter"] for each in found["measured"]] == ["small:tree", "small:chain"]
@@ -92,7 +90,7 @@ def test_settings_are_measured_side_by_side(advise: Advise, fakes: Fakes, small:
     assert len(found["drafters"]) == 1
 
 
-def test_figures_of_a_load(advise: Advise, fakes: Fakes, target: str, small: str) -> None:
+def test_figures_of_a_load(advise: Advise, fakes: Fakes, small: str) -> None:
     """Figures follow from given speeds.
 
     The target runs at 10, 8 and 10 tokens/s, the drafter at 20, 12 and 15. At batch size 4 the
@@ -127,26 +125,18 @@ def test_figures_of_a_load(advise: Advise, fakes: Fakes, target: str, small: str
     assert measured["speedup"]["median"] == pytest.approx((1.5 * 0.75) ** 0.5)
     assert measured["speedup"]["high"] == pytest.approx((2 * 1) ** 0.5)
     assert measured["speedup"]["rounds"] == 3
-    assert found["recommended"] == measured["speculative_config"]
-    assert found["recommended"] == {
-        "method": "hetero",
-        "model": small,
-        "num_speculative_tokens": 8,
-    }
+    config = {"method": "hetero", "model": small, "num_speculative_tokens": 8}
+    assert found["recommended"] == measured["speculative_config"] == config
 
 
-def test_what_engines_are_asked_for(advise: Advise, fakes: Fakes, small: str) -> None:
-    further = ["--engine-args", '{"max_model_len": 64}', "--trust-remote-code"]
-    extra = [
-        "--speculative-config",
-        '{"debug": {"translation": "text"}}',
-        "--num-speculative-tokens",
-        "5",
-    ]
-    found = advise.data(small, *further, *extra)
-    config = {"method": "hetero", "model": small, "num_speculative_tokens": 5}
-    assert fakes.configs == [None, config | {"debug": {"translation": "text"}}]
-    assert found["recommended"] == config | {"debug": {"translation": "text"}}
+def test_options_reach_the_engines(advise: Advise, fakes: Fakes, small: str) -> None:
+    debug = {"debug": {"translation": "text"}}
+    options = ["--engine-args", '{"max_model_len": 64}', "--trust-remote-code"]
+    options += ["--speculative-config", json.dumps(debug), "--num-speculative-tokens", "5"]
+    found = advise.data(small, *options)
+    config = {"method": "hetero", "model": small, "num_speculative_tokens": 5} | debug
+    assert fakes.configs == [None, config]
+    assert found["recommended"] == config
     for suite in fakes.suites:
         assert suite.target("target").engine == {"max_model_len": 64, "trust_remote_code": True}
     assert fakes.up == []
@@ -157,9 +147,7 @@ def test_what_engines_are_asked_for(advise: Advise, fakes: Fakes, small: str) ->
     assert [who for who, _ in fakes.runs[:4]] == [ALONE, "small", "small", ALONE]
 
 
-def test_candidates_are_ranked_by_what_was_measured(
-    advise: Advise, fakes: Fakes, make: Make
-) -> None:
+def test_candidates_are_ranked_by_speed(advise: Advise, fakes: Fakes, make: Make) -> None:
     names = [make(name, "h e,l o") for name in ("slow", "unsure", "good", "tied", "best")]
     fakes.worlds |= {
         "best": World((20, 22, 24)),
@@ -181,7 +169,7 @@ def test_candidates_are_ranked_by_what_was_measured(
     assert "2.20x (2.00-2.40)" in advise.text(*names)
 
 
-def test_of_equals_the_first_named_comes_first(advise: Advise, make: Make) -> None:
+def test_equal_drafters_keep_their_order(advise: Advise, make: Make) -> None:
     names = [make(name, "h e,l o") for name in ("b", "a")]
     found = advise.data(*names)
     assert [each["drafter"] for each in found["measured"]] == ["b", "a"]
@@ -229,7 +217,7 @@ def test_loads_under_which_a_drafter_is_faster_are_named(
     assert found["recommended"] is not None
 
 
-def test_a_line_to_paste(advise: Advise, fakes: Fakes, small: str) -> None:
+def test_the_last_line_is_the_configuration(advise: Advise, fakes: Fakes, small: str) -> None:
     lines = advise.run(small).out.splitlines()
     (config,) = shlex.split(lines[-1])
     assert lines[-2] == "--speculative-config"
@@ -239,7 +227,7 @@ def test_a_line_to_paste(advise: Advise, fakes: Fakes, small: str) -> None:
         assert expected in text
 
 
-def test_a_drafter_that_never_drafts_is_said(advise: Advise, fakes: Fakes, small: str) -> None:
+def test_a_drafter_that_never_drafts_is_reported(advise: Advise, fakes: Fakes, small: str) -> None:
     fakes.worlds["small"] = World((10.5,), accepted=None)
     (measured,) = advise.data(small)["measured"]
     assert {load["acceptance_length"] for load in measured["loads"]} == {None}
@@ -307,7 +295,7 @@ def test_a_refused_tokenizer_leaves_out_its_drafter(advise: Advise, make: Make) 
         ("config.json", json.dumps(MAMBA).encode(), "'num_attention_heads'); choose a model with"),
     ],
 )
-def test_a_drafter_that_is_not_all_there_is_left_out(
+def test_an_incomplete_drafter_is_left_out(
     advise: Advise, fakes: Fakes, small: str, make: Make, file: str, data: bytes, sentence: str
 ) -> None:
     spoilt = Path(make("spoilt", ""))
@@ -318,7 +306,7 @@ def test_a_drafter_that_is_not_all_there_is_left_out(
     assert {config["model"] for config in fakes.configs if config} == {small}
 
 
-def test_a_failing_drafter_is_reported_and_the_others_go_on(
+def test_a_failing_drafter_is_reported_and_the_others_are_measured(
     advise: Advise, fakes: Fakes, make: Make
 ) -> None:
     names = [make(name, "h e,l o") for name in ("big", "broken", "good")]
@@ -340,14 +328,14 @@ def test_a_failing_drafter_is_reported_and_the_others_go_on(
     assert "error: big (hetero): no memory for this one.; broken (hetero): the e" in printed.err
 
 
-def test_a_target_that_fails_alone_ends_it(advise: Advise, fakes: Fakes, small: str) -> None:
+def test_a_failing_target_ends_the_command(advise: Advise, fakes: Fakes, small: str) -> None:
     fakes.worlds = {ALONE: World(refuse=BROKEN)}
     printed = advise.run(small, code=1)
     assert "error: the target alone: the engine ended with exit code 9" in printed.err
     assert printed.out == ""
 
 
-def test_methods_asked_for_are_measured(advise: Advise, fakes: Fakes, small: str) -> None:
+def test_methods_of_the_option_are_measured(advise: Advise, fakes: Fakes, small: str) -> None:
     found = advise.data(small, "--methods", "slem", "slrs")
     assert [config and config["method"] for config in fakes.configs] == [None, "slem", "slrs"]
     assert [each["method"] for each in found["measured"]] == ["slem", "slrs"]
@@ -366,13 +354,13 @@ def test_never_more_engines_are_up_than_fit(
     assert alone == (fitting == 1)
 
 
-def test_as_many_engines_are_up_as_asked_for(advise: Advise, fakes: Fakes, make: Make) -> None:
+def test_engines_at_once(advise: Advise, fakes: Fakes, make: Make) -> None:
     names = [make(name, "h e,l o") for name in ("a", "b")]
     advise.data(*names, "--engines-at-once", "1")
     assert fakes.most_up == 1
 
 
-def test_drafters_of_the_same_last_name_are_told_apart(
+def test_drafters_of_the_same_last_name_have_different_names(
     advise: Advise, make: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "other").mkdir()

@@ -29,6 +29,8 @@ from vllm_hetero_spec.options import METHODS
 Write = Callable[[str], Path]
 SUITE = "methods: [slem]\npeers: [alone]\nengines_at_once: 4\nrepeats: 2\n" + GOOD
 
+Out = pytest.CaptureFixture[str]
+
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
@@ -48,9 +50,7 @@ def run(file: Path, *options: str) -> int:
     return main(["bench", str(file), "--out", str(file.parent / "out"), *options])
 
 
-def test_a_suite_is_measured_and_reported(
-    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_is_measured_and_reported(write: Write, fakes: Fakes, capsys: Out) -> None:
     file = write(SUITE)
     assert run(file) == 0
     printed = capsys.readouterr()
@@ -60,11 +60,8 @@ def test_a_suite_is_measured_and_reported(
     assert "| code | big | slem | small | 4 | 0 | 1 |" in printed.out
     assert fakes.order("start") == ["alone", "slem"]
     out = file.parent / "out"
-    assert {path.name for path in out.iterdir()} == {
-        "results.jsonl",
-        "results.md",
-        "summary.json",
-    }
+    files = {"results.jsonl", "results.md", "summary.json"}
+    assert {path.name for path in out.iterdir()} == files
     header = read_results(out).header
     assert header["suite"]["targets"][0]["model"] == "org/big"
     assert header["provenance"]["machine"]["cores"] >= 1
@@ -75,7 +72,7 @@ def test_weights_are_fetched_before_any_engine_starts(
     write: Write,
     fakes: Fakes,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Out,
 ) -> None:
     """Only weights to be measured are fetched; missing ones are refused."""
     fetched: list[str] = []
@@ -103,9 +100,7 @@ def test_results_go_into_a_folder_of_the_suites_name(
     assert (tmp_path / "bench-results" / "mine" / "results.md").is_file()
 
 
-def test_an_interrupted_suite_is_gone_on_with(
-    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_suite_is_resumed(write: Write, fakes: Fakes, capsys: Out) -> None:
     file = write(SUITE)
     fakes.fail[("slem", 1)] = KeyboardInterrupt()
     assert run(file, "--only", "t0") == 130
@@ -124,7 +119,7 @@ def test_an_interrupted_suite_is_gone_on_with(
     assert fakes.log == []
 
 
-def test_a_polite_kill_is_an_interruption(
+def test_sigterm_is_an_interruption(
     write: Write, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -133,9 +128,7 @@ def test_a_polite_kill_is_an_interruption(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_another_suite_needs_another_folder(
-    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_suite_needs_another_folder(write: Write, fakes: Fakes, capsys: Out) -> None:
     assert run(write(SUITE)) == 0
     changed = write(SUITE + "max_tokens: 9\n")
     capsys.readouterr()
@@ -146,7 +139,7 @@ def test_another_suite_needs_another_folder(
 
 
 def test_results_that_cannot_be_written_are_one_sentence(
-    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
+    write: Write, fakes: Fakes, capsys: Out
 ) -> None:
     file = write(SUITE)
     assert main(["bench", str(file), "--out", f"{file}/results"]) == 2
@@ -158,9 +151,7 @@ def test_results_that_cannot_be_written_are_one_sentence(
     assert fakes.log == []
 
 
-def test_failed_cells_end_with_an_error(
-    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_cells_end_with_an_error(write: Write, fakes: Fakes, capsys: Out) -> None:
     file = write(SUITE)
     fakes.refuse["slem"] = MeasurementError("no memory")
     assert run(file) == 1
@@ -180,9 +171,7 @@ def test_waves_are_those_of_the_first_session(write: Write, fakes: Fakes) -> Non
     assert {recorded.run.wave for recorded in read_results(path.parent).samples} == {0, 1}
 
 
-def test_a_report_needs_no_suite(
-    write: Write, fakes: Fakes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_no_suite(write: Write, fakes: Fakes, capsys: Out) -> None:
     file = write(SUITE)
     run(file)
     before = (file.parent / "out" / "results.md").read_text()
@@ -205,7 +194,7 @@ def test_a_report_needs_no_suite(
     ],
 )
 def test_wrong_arguments_are_one_sentence(
-    fakes: Fakes, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+    fakes: Fakes, capsys: Out, arguments: list[str], sentence: str
 ) -> None:
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -272,7 +261,7 @@ def test_as_many_engines_as_memory_holds(
     assert engines.at_once_for(suite) == 2
 
 
-def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_at_once_share_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "on_gpu", lambda: True)
     assert engines.device_share(2) == {"gpu_memory_utilization": 0.45}
     assert engines.device_share(1) == {}
@@ -280,7 +269,7 @@ def test_gpu_memory_is_shared_unless_the_suite_says_how(monkeypatch: pytest.Monk
     assert engines.device_share(2) == {}
 
 
-def test_hugging_face_gets_what_vllm_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_gets_the_engine_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[HuggingFaceSpec] = []
     monkeypatch.setattr(
         huggingface_engine, "HuggingFaceEngine", lambda spec, verbose: specs.append(spec)
@@ -296,7 +285,7 @@ def test_hugging_face_gets_what_vllm_is_given(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_engines_that_share_too_little_memory_are_told_what_helps(
+def test_too_little_shared_memory_has_a_remedy(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     def fail(*_: object, **__: object) -> None:

@@ -49,16 +49,12 @@ def test_a_group_is_finished_before_the_next_begins() -> None:
 def test_every_lookahead_and_drafter_is_an_engine() -> None:
     target = Target("big", "m", (SuiteDrafter("a", "x"), SuiteDrafter("b", "y")), ("code",))
     plan = plan_of(suite(targets=(target,), num_speculative_tokens=(2, 4)))
-    assert [str(cell.engine) for cell in plan.waves[0].groups[0]] == [
-        "big/alone",
-        "big/slem/a/k2",
-        "big/slem/a/k4",
-        "big/slem/b/k2",
-        "big/slem/b/k4",
-    ]
+    drafting = [f"big/slem/{drafter}/k{lookahead}" for drafter in "ab" for lookahead in (2, 4)]
+    found = [str(cell.engine) for cell in plan.waves[0].groups[0]]
+    assert found == ["big/alone", *drafting]
 
 
-def test_alone_is_measured_though_not_asked_for() -> None:
+def test_alone_is_always_measured() -> None:
     plan = plan_of(suite(peers=("hf_assisted",)))
     assert engines(plan) == [["alone", "hf_alone", "slem", "hf_assisted"]]
 
@@ -73,7 +69,7 @@ def test_hugging_face_is_not_measured_beside_a_target_on_several_devices() -> No
     assert "vllm_tli" not in reasons
 
 
-def test_what_cannot_be_measured_is_skipped_with_its_reason() -> None:
+def test_skipped_cells_have_a_reason() -> None:
     plan = plan_of(suite(peers=ALL, batch_sizes=(1, 2)))
     reasons = {(cell.engine.method, cell.batch_size): why for cell, why in plan.skipped.items()}
     assert reasons[("draft_model", 1)] == reasons[("draft_model", 2)] == "they differ"
@@ -84,7 +80,7 @@ def test_what_cannot_be_measured_is_skipped_with_its_reason() -> None:
     assert wide == {"alone", "slem", "vllm_tli"}
 
 
-def test_draft_model_runs_where_vocabularies_agree() -> None:
+def test_draft_model_needs_equal_vocabularies() -> None:
     plan = make_plan(suite(peers=("alone", "draft_model")), 8, lambda target, drafter: None)
     assert "draft_model" in engines(plan)[0]
     assert plan.skipped == {}
@@ -92,12 +88,8 @@ def test_draft_model_runs_where_vocabularies_agree() -> None:
 
 def test_waves_have_a_reference_each() -> None:
     plan = plan_of(suite(peers=ALL), at_once=2)
-    assert engines(plan) == [
-        ["alone", "hf_alone"],
-        ["alone", "slem"],
-        ["alone", "vllm_tli"],
-        ["alone", "hf_assisted"],
-    ]
+    others = ("hf_alone", "slem", "vllm_tli", "hf_assisted")
+    assert engines(plan) == [["alone", other] for other in others]
     assert [wave.number for wave in plan.waves] == [0, 1, 2, 3]
 
 
@@ -128,13 +120,13 @@ def test_only_without_a_fit_is_refused() -> None:
         plan_of(SUITE, only="tli")
 
 
-def test_nothing_is_left_of_what_is_recorded() -> None:
+def test_recorded_runs_are_not_measured_again() -> None:
     plan = plan_of(SUITE)
     (runs,) = plan.pending(set())
     assert plan.pending(set(runs)) == [[]]
 
 
-def test_what_is_left_of_a_round_is_measured_with_its_reference() -> None:
+def test_the_rest_of_a_round_is_measured_with_its_reference() -> None:
     plan = plan_of(suite(peers=("alone", "vllm_tli")))
     (runs,) = plan.pending(set())
     done = set(runs[:2])  # alone and slem of the first round

@@ -24,7 +24,7 @@ def runs(*cells: Cell) -> list[Measurement]:
     return [Measurement(each, 0, 0) for each in cells]
 
 
-def test_time_left_is_that_of_like_runs() -> None:
+def test_time_left_is_estimated_from_similar_runs() -> None:
     estimate = TimeLeft()
     assert estimate.seconds(runs(cell("alone")), starts=1) is None
     estimate.ran(cell("alone"), 4.0)
@@ -48,7 +48,7 @@ def test_durations(seconds: float, text: str) -> None:
     assert _duration(seconds) == text
 
 
-def test_what_is_told() -> None:
+def test_progress_messages() -> None:
     output = io.StringIO()
     first, second, third = runs(cell("alone"), cell("slem"), cell("alone", 8))
     reporter = ProgressReporter(Console(file=output, width=120))
@@ -66,7 +66,7 @@ def test_what_is_told() -> None:
     ]
 
 
-def test_provenance_tells_versions_machine_and_sources() -> None:
+def test_provenance_has_versions_and_machine() -> None:
     found = machine.provenance()
     assert {"vllm_hetero_spec", "vllm", "torch", "transformers", "python"} <= set(found["versions"])
     assert found["machine"]["cores"] >= 1
@@ -118,7 +118,7 @@ def test_sources_outside_of_a_checkout_have_no_revision(
         ("/a", {"a/b/memory.max": "90", "a/b/memory.current": "1"}, 1024),
     ],
 )
-def test_a_containers_limit_is_heeded(
+def test_available_memory_in_a_container(
     monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], free: int
 ) -> None:
     """The limits of the process's own cgroup and of its parents apply, not those of others.

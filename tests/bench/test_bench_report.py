@@ -119,7 +119,7 @@ def test_without_a_reference_there_is_no_speedup(tmp_path: Path) -> None:
     assert "## Failed\n\n- no memory: `big/alone/code/b1/t0`\n" in markdown(contents, [row])
 
 
-def test_failures_and_what_is_not_measured_are_told(tmp_path: Path) -> None:
+def test_failed_and_skipped_cells_are_listed(tmp_path: Path) -> None:
     asked = suite(peers=("draft_model",), temperatures=(0.0, 1.0))
     fakes = Fakes(refuse={"slem": ConfigError("no such\n  drafter")})
     contents = measured(tmp_path, fakes, asked)
@@ -132,7 +132,7 @@ def test_failures_and_what_is_not_measured_are_told(tmp_path: Path) -> None:
     assert "## Speculation" not in text
 
 
-def test_repaired_sampling_is_told_where_it_was_needed(tmp_path: Path) -> None:
+def test_repaired_sampling_is_noted(tmp_path: Path) -> None:
     asked = suite(peers=("alone", "vllm_tli"), temperatures=(0.0, 1.0))
     contents = measured(tmp_path / "a", Fakes(), asked)
     (note,) = notes(contents)
@@ -143,7 +143,7 @@ def test_repaired_sampling_is_told_where_it_was_needed(tmp_path: Path) -> None:
     assert notes(greedy) == []
 
 
-def test_another_model_runner_than_the_targets_is_told(tmp_path: Path) -> None:
+def test_another_model_runner_is_noted(tmp_path: Path) -> None:
     """Results read from a file have the note too; old results without a runner have none."""
     asked = suite(peers=("alone", "vllm_tli", "hf_alone"))
     measured(tmp_path, Fakes(runners={"vllm_tli": "V1"}), asked)
@@ -155,7 +155,7 @@ def test_another_model_runner_than_the_targets_is_told(tmp_path: Path) -> None:
     assert notes(before) == []
 
 
-def test_widened_targets_and_single_engines_are_told(tmp_path: Path) -> None:
+def test_widened_targets_and_single_engines_are_noted(tmp_path: Path) -> None:
     contents = measured(tmp_path, Fakes())
     contents.header |= {"widened": {"big": [60, 64]}, "engines_at_once": 1}
     widened, alone = notes(contents)
@@ -163,7 +163,7 @@ def test_widened_targets_and_single_engines_are_told(tmp_path: Path) -> None:
     assert "One engine was up at a time" in alone
 
 
-def test_changes_between_sessions_are_told(tmp_path: Path) -> None:
+def test_changes_between_sessions_are_noted(tmp_path: Path) -> None:
     contents = measured(tmp_path, Fakes())
     contents.resumed.append({"started": "later", "provenance": HEADER["provenance"]})
     text = markdown(contents, rows_of(contents))

@@ -50,7 +50,7 @@ def test_an_engine_answers_load_after_load_and_is_gone_when_closed() -> None:
         engine.run(LOAD)
 
 
-def test_what_an_engine_leaves_running_is_ended_with_it() -> None:
+def test_descendants_of_an_engine_end_with_it() -> None:
     with start("leave a process") as engine:
         assert len(list(processes(engine.pid))) == 2
     assert list(processes(engine.pid)) == []
@@ -87,12 +87,12 @@ def test_a_refused_load_leaves_the_engine_up() -> None:
         assert engine.run(LOAD).tokens == 2
 
 
-def test_an_engine_that_fails_to_start_says_why() -> None:
+def test_a_failed_start_has_its_cause() -> None:
     with pytest.raises(MeasurementError, match="exit code 1\n  RuntimeError: the toy broke\n"):
         start("fail")
 
 
-def test_an_engine_that_fails_at_work_says_why_and_is_closed() -> None:
+def test_a_failed_load_has_its_cause_and_closes_the_engine() -> None:
     with start("work") as engine:
         with pytest.raises(MeasurementError, match="exit code 1\n  RuntimeError: the toy broke at"):
             engine.run(Load(["fail"], max_tokens=1))
@@ -148,7 +148,7 @@ def test_an_engine_ends_when_its_parent_is_killed() -> None:
         time.sleep(0.1)
 
 
-def test_an_engines_errors_are_found_in_what_it_printed() -> None:
+def test_causes_are_found_in_printed_text() -> None:
     printed = """(Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9] Traceback (most recent):
 (Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9]     raise ConfigError(
 (Worker pid=1) ERROR 11-20 12:57:00 [executor.py:9] pack.config.ConfigError: too little memory

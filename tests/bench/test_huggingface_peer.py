@@ -70,7 +70,7 @@ def test_both_models_run_in_one_dtype(demo_pair: Path, dtype: str) -> None:
     assert "assistant_tokenizer" not in assistant  # the drafter's tokenizer serves both models
 
 
-def test_a_dtype_that_does_not_exist(demo_pair: Path) -> None:
+def test_an_unknown_dtype_is_refused(demo_pair: Path) -> None:
     with pytest.raises(ConfigError, match="dtype is 'int4'; it can be auto, half"):
         Generator(HuggingFaceSpec(str(demo_pair / "target"), dtype="int4"))
 
@@ -100,7 +100,7 @@ def test_the_target_alone(alone: Sample, load: Load) -> None:
 
 
 @pytest.mark.engine
-def test_it_agrees_with_vllm(demo_pair: Path, load: Load, alone: Sample) -> None:
+def test_greedy_tokens_agree_with_vllm(demo_pair: Path, load: Load, alone: Sample) -> None:
     with VllmEngine(EngineSpec(str(demo_pair / "target"))) as engine:
         sample = engine.run(load)
     pairs = list(zip(alone.traces, sample.traces, strict=True))
@@ -117,9 +117,8 @@ def test_an_assistant_of_another_tokenizer(
     assert sample.acceptance_length is not None
     assert 1.05 < sample.acceptance_length <= LOOKAHEAD + 1
     # Every token comes from a draft or from its verification.
-    assert sum(len(trace.counts) for trace in sample.traces) + sample.accepted_tokens == (
-        sample.tokens
-    )
+    arrivals = sum(len(trace.counts) for trace in sample.traces)
+    assert arrivals + sample.accepted_tokens == sample.tokens
     assert sum(sample.drafted_per_position) == sample.draft_tokens
     assert sum(sample.accepted_per_position) == sample.accepted_tokens
     assert sample.drafted_per_position[0] == sample.drafts
@@ -127,7 +126,7 @@ def test_an_assistant_of_another_tokenizer(
     assert all(accepted <= drafted for accepted, drafted in pairs)
 
 
-def test_greedy_loads_are_not_spoilt_by_sampled_ones(
+def test_sampled_loads_do_not_change_greedy_ones(
     assisted: HuggingFaceEngine, alone: Sample, load: Load
 ) -> None:
     before = assisted.run(load)
@@ -165,23 +164,15 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
     # The entropy depends on the training, so take the narrowest nucleus that leaves a choice.
     nucleus = next(share / 20 for share in range(10, 20) if len(law_of(share / 20)) > 4)
     law = law_of(nucleus)
-    sample = assisted.run(
-        Load(
-            [prompt] * count,
-            max_tokens=3,
-            temperature=temperature,
-            top_p=nucleus,
-            seed=0,
-            ignore_eos=True,
-        )
-    )
+    options = {"temperature": temperature, "top_p": nucleus, "seed": 0, "ignore_eos": True}
+    sample = assisted.run(Load([prompt] * count, max_tokens=3, **options))
     assert 0 < sample.accepted_tokens < sample.draft_tokens
     found = Counter(tuple(ids[:2]) for ids in tokens(sample))
     assert found.keys() <= law.keys()
     assert follows(found, law)
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, demo_pair: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path, demo_pair: Path) -> None:
     for spec in (
         HuggingFaceSpec(str(tmp_path / "absent")),
         HuggingFaceSpec(str(demo_pair / "target"), str(tmp_path / "absent")),

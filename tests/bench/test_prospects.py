@@ -53,7 +53,7 @@ def test_hidden_drafting_is_at_most_free() -> None:
     assert own_process(row_of(ALONE, 1, 60.0)) == ""
 
 
-def test_what_was_measured_is_not_proposed() -> None:
+def test_measured_features_are_not_proposed() -> None:
     own = [row_of(DRAFTING, size, 60.0, 12.0) for size in (8, 1)]
     rows = [row_of(ALONE, size, 100.0 / size) for size in (8, 1)] + own
     assert len(prospects(rows, own, {})) == 2

@@ -161,7 +161,7 @@ def test_requests_as_long_as_the_memory_holds(
 
 
 @pytest.mark.parametrize("room", [64, 32])
-def test_trees_want_room_beside_the_longest_request(room: int) -> None:
+def test_trees_need_room_beside_the_longest_request(room: int) -> None:
     model = SimpleNamespace(
         original_max_model_len=-1,
         max_model_len=room,
@@ -232,19 +232,10 @@ def test_the_law_of_vllms_own_method_on_a_cpu(
     count = 1500
     model, start = load_model(chain_pair / "target", PROMPT)
     law = law_of(model, start, Setting(0.8, top_p=0.5))
-    load = Load(
-        [PROMPT] * count,
-        max_tokens=5,
-        batch_size=64,
-        temperature=0.8,
-        top_p=0.5,
-        ignore_eos=True,
-    )
-    spec = EngineSpec(
-        str(chain_pair / "target"),
-        tli(chain_pair / "drafter", lookahead=3),
-        max_batch_size=64,
-    )
+    options = {"max_tokens": 5, "batch_size": 64, "temperature": 0.8, "top_p": 0.5}
+    load = Load([PROMPT] * count, **options, ignore_eos=True)
+    drafts = tli(chain_pair / "drafter", lookahead=3)
+    spec = EngineSpec(str(chain_pair / "target"), drafts, max_batch_size=64)
     with VllmEngine(spec) as engine:
         sample = engine.run(load)
     assert sample.drafts > count / 2
@@ -270,7 +261,7 @@ def test_counters_of_the_warm_up_are_left_out() -> None:
     }
 
 
-def test_nothing_is_asked_of_a_worker_right_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_rests_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker would poll for more work, on a core that the first step of the load needs."""
     done: list[object] = []
     driver = object.__new__(vllm_engine.Driver)
