@@ -8,6 +8,8 @@ from vllm_hetero_spec.text.bridge import Bridge
 from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
+Family = dict[str, TextTokenizer]  # tokenizers by name
+
 PAIRS = [
     ("byte-level", "sentencepiece"),
     ("sentencepiece", "byte-level"),
@@ -16,6 +18,16 @@ PAIRS = [
     ("tiktoken", "processor"),
     ("processor", "unigram"),
     ("sentencepiece", "processor"),
+]
+# The first five are also used for drafts.
+REAL_PAIRS = [
+    ("qwen2", "llama-2"),
+    ("llama-2", "qwen2"),
+    ("mistral-v3-32768", "starcoder2"),
+    ("llama-3.1", "tinyllamas-512"),
+    ("phi-3-medium-128k-instruct", "byte-level"),
+    ("byte-level", "phi-4"),
+    ("codellama", "gpt2"),
 ]
 
 

@@ -34,19 +34,37 @@ def corpus() -> list[str]:
     return [path.read_text(encoding="utf-8", errors="ignore") for path in sources] + MULTILINGUAL
 
 
-def train_byte_level(vocab_size: int, *, nfc: bool = False) -> Tokenizer:
-    """GPT-2's recipe, with special tokens and two added tokens that are ordinary text."""
+def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    """Byte-level words are the matches of the patterns, and the text between them."""
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def train_bytes(
+    vocab_size: int, special: Sequence[str], words: Any, normalizer: Any = None
+) -> Tokenizer:
+    """Byte-level BPE with special tokens, and `words` as pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC() if nfc else None
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|user|>"],
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(), trainer)
+    return tokenizer
+
+
+def train_byte_level(vocab_size: int, *, nfc: bool = False) -> Tokenizer:
+    """GPT-2's recipe, with special tokens and two added tokens that are ordinary text."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    normalizer = normalizers.NFC() if nfc else None
+    tokenizer = train_bytes(vocab_size, ["<|endoftext|>", "<|user|>"], words, normalizer)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False, rstrip=True), " " * 17])
     return tokenizer
 

@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from contexts import PAIRS, opened, target_ids, walk
+from contexts import PAIRS, Family, opened, target_ids, walk
 
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.context import IdentityContext
@@ -23,8 +23,8 @@ TEXT = "\n".join(f"{LINES[n % 5]} {n * 7919 % 1000}" for n in range(300))
 
 @pytest.mark.parametrize("longest", [64, 400])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_what_is_kept_is_the_end_of_the_whole(
-    family: dict[str, TextTokenizer], pair: tuple[str, str], longest: int
+def test_a_bounded_context_is_the_end_of_the_whole(
+    family: Family, pair: tuple[str, str], longest: int
 ) -> None:
     """This holds at every step. The ids that are read again are at most 1.5 times the text."""
     target, drafter = family[pair[0]], family[pair[1]]
@@ -56,8 +56,8 @@ def test_what_is_kept_is_the_end_of_the_whole(
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_of_a_long_prompt_the_end_is_read(
-    family: dict[str, TextTokenizer], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+def test_only_the_end_of_a_long_prompt_is_encoded(
+    family: Family, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, drafter = family[pair[0]], family[pair[1]]
     bridge = make_bridge(target, drafter, mode="text")
@@ -83,8 +83,8 @@ def test_of_a_long_prompt_the_end_is_read(
     assert len(bounded.ids) <= 101
 
 
-def test_a_kept_text_begins_with_a_line_where_one_is_near(
-    family: dict[str, TextTokenizer],
+def test_a_bounded_context_begins_with_a_line(
+    family: Family,
 ) -> None:
     target, drafter = family["sentencepiece"], family["byte-level"]
     context = make_bridge(target, drafter).open(200)
@@ -98,7 +98,7 @@ def test_a_kept_text_begins_with_a_line_where_one_is_near(
     assert starts == {True}
 
 
-def test_text_without_a_place_to_cut_is_not_lost(family: dict[str, TextTokenizer]) -> None:
+def test_text_without_a_place_to_cut_is_not_lost(family: Family) -> None:
     """A tail that cannot be cut stays whole, even if it is longer than the bound."""
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     context = make_bridge(target, drafter).open(64)

@@ -278,7 +278,7 @@ def test_bridged_is_the_drafters_own(
 
 
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
-def test_of_a_long_conversation_the_last_turns_are_read(
+def test_bounded_contexts_have_the_last_turns(
     sides: dict[str, Side], target: str, drafter: str
 ) -> None:
     theirs, ours = sides[target], sides[drafter]
@@ -293,7 +293,7 @@ def test_of_a_long_conversation_the_last_turns_are_read(
 
 
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
-def test_a_conversation_that_does_not_ask_for_a_reply(
+def test_conversations_without_a_generation_prompt(
     sides: dict[str, Side], target: str, drafter: str
 ) -> None:
     theirs, ours = sides[target], sides[drafter]
@@ -354,7 +354,7 @@ def test_turns_of_other_roles_are_text(sides: dict[str, Side]) -> None:
     assert b"<|im_end|>" not in ours.text.decode_bytes(context.ids)
 
 
-def test_a_reply_that_the_client_has_begun(sides: dict[str, Side]) -> None:
+def test_a_reply_begun_by_the_client(sides: dict[str, Side]) -> None:
     for target, drafter in PAIRS:
         theirs, ours = sides[target], sides[drafter]
         messages = [*conversation(1), REPLY]
@@ -363,7 +363,7 @@ def test_a_reply_that_the_client_has_begun(sides: dict[str, Side]) -> None:
         assert context.ids == ours.with_bos(ours.prefix(told)), (target, drafter)
 
 
-def test_a_prompt_that_is_no_conversation_is_as_before(sides: dict[str, Side]) -> None:
+def test_prompts_without_markers_are_unchanged(sides: dict[str, Side]) -> None:
     for target, drafter in PAIRS:
         theirs, ours = sides[target], sides[drafter]
         cut = theirs.render(conversation(1))[9:]
@@ -371,7 +371,7 @@ def test_a_prompt_that_is_no_conversation_is_as_before(sides: dict[str, Side]) -
             assert_no_conversation(theirs, ours, theirs.wrapper.encode(text))
 
 
-def test_text_that_holds_the_escape_is_as_before(sides: dict[str, Side]) -> None:
+def test_text_with_the_escape_byte_is_unchanged(sides: dict[str, Side]) -> None:
     theirs, ours = sides["chatml"], sides["phi-3"]
     ids = theirs.ids(conversation(1))
     ids.insert(len(ids) // 2, theirs.text.byte_ids[0xFF])
@@ -422,7 +422,7 @@ TURN_ENDS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_the_end_of_a_turn_is_the_others(sides: dict[str, Side], pair: tuple[str, str]) -> None:
+def test_the_end_of_a_turn_is_translated(sides: dict[str, Side], pair: tuple[str, str]) -> None:
     """This holds in generated and in drafted text, also if the token is not an EOS."""
     theirs, ours = (sides[name] for name in pair)
     bridge = bridged(theirs, ours)
@@ -445,7 +445,7 @@ def test_the_end_of_a_turn_is_the_others(sides: dict[str, Side], pair: tuple[str
 
 @quick
 @given(data=st.data())
-def test_any_ids_at_all(sides: dict[str, Side], data: st.DataObject) -> None:
+def test_any_ids(sides: dict[str, Side], data: st.DataObject) -> None:
     target, drafter = data.draw(st.sampled_from(PAIRS))
     theirs, ours = sides[target], sides[drafter]
     bridge = bridged(theirs, ours)
@@ -487,7 +487,7 @@ def broken(template: str) -> str:
         (broken("<turn>{{ m['content'] }}"), "does not mark turns by their role"),
     ],
 )
-def test_unaligned_templates_are_off_with_a_reason(
+def test_unusable_templates_have_a_reason(
     backends: dict[str, Any], sides: dict[str, Side], template: str | None, reason: str
 ) -> None:
     other = dressed(backends["byte-level"], RECIPES["plain"], template)

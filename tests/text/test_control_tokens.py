@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from contexts import opened
+from contexts import Family, opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
@@ -27,7 +27,7 @@ quick = settings(max_examples=40, deadline=None, suppress_health_check=list(Heal
 
 
 @pytest.fixture(scope="module")
-def chatty(backends: dict[str, Tokenizer]) -> dict[str, TextTokenizer]:
+def chatty(backends: dict[str, Tokenizer]) -> Family:
     """Tokenizers with control tokens of equal content under different ids."""
     found = {}
     for place, name in enumerate(NAMES):
@@ -64,8 +64,8 @@ def ids_of(tokenizer: TextTokenizer, parts: Sequence[str], *, behind: bool) -> l
 @pytest.mark.parametrize("names", [p for p in product(NAMES, NAMES) if p[0] != p[1]], ids="-".join)
 @quick
 @given(first=texts, rest=st.lists(st.tuples(st.sampled_from(SHARED), texts), max_size=4))
-def test_they_come_back_with_the_text_around_them(
-    chatty: dict[str, TextTokenizer],
+def test_drafted_control_tokens_are_translated(
+    chatty: Family,
     names: tuple[str, str],
     first: str,
     rest: list[tuple[str, str]],
@@ -96,8 +96,8 @@ def test_they_come_back_with_the_text_around_them(
 
 @quick
 @given(first=texts, rest=st.lists(st.tuples(st.sampled_from(SHARED), texts), max_size=4))
-def test_contexts_have_the_drafters_own(
-    chatty: dict[str, TextTokenizer], first: str, rest: list[tuple[str, str]]
+def test_contexts_have_the_drafters_control_tokens(
+    chatty: Family, first: str, rest: list[tuple[str, str]]
 ) -> None:
     parts = [first, *(part for pair in rest for part in pair)]
     for target, drafter in product(chatty.values(), repeat=2):
@@ -108,7 +108,7 @@ def test_contexts_have_the_drafters_own(
         assert context.ids == [*bos, *ids_of(drafter, parts, behind=False)]
 
 
-def test_what_is_drafted_and_what_is_banned(chatty: dict[str, TextTokenizer]) -> None:
+def test_proposed_and_banned_control_tokens(chatty: Family) -> None:
     target, drafter = chatty["byte-level"], chatty["sentencepiece"]
     special = SpecialTokens(target, drafter, [0], [2])
     for content in SHARED:
@@ -134,7 +134,7 @@ def test_an_unknown_token_is_no_role() -> None:
     assert SpecialTokens(target, drafter, [], []).banned == {1}
 
 
-def test_an_end_is_the_same_end_where_both_have_it() -> None:
+def test_common_ends_keep_their_identity() -> None:
     target, drafter = toy([b"a", b"", b"", b""]), toy([b"ab", b"", b"", b"", b""])
     special = SpecialTokens(target, drafter, [3, 2], [2, 4, 3])
     assert special.proposed == {1: 1, 2: 2, 3: 3, 4: 3}
@@ -143,7 +143,7 @@ def test_an_end_is_the_same_end_where_both_have_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "text"])
-def test_equal_tokenizers_ban_nothing(chatty: dict[str, TextTokenizer], mode: str) -> None:
+def test_equal_tokenizers_ban_nothing(chatty: Family, mode: str) -> None:
     tokenizer = chatty["byte-level"]
     bridge = make_bridge(tokenizer, tokenizer, mode=mode, target_eos=[0], drafter_eos=[0])
     assert not bridge.banned
@@ -170,8 +170,8 @@ def test_an_unnamed_id_of_equal_tokenizers() -> None:
     assert bridge.to_target([bridge.open()], [[2, 1, 0]], [9]) == [[2, 1, 0]]
 
 
-def test_a_character_that_was_begun_is_not_followed_by_one(
-    chatty: dict[str, TextTokenizer],
+def test_no_control_token_inside_a_character(
+    chatty: Family,
 ) -> None:
     target, drafter = chatty["byte-level"], chatty["sentencepiece"]
     bridge = make_bridge(target, drafter)
@@ -186,7 +186,7 @@ def test_a_character_that_was_begun_is_not_followed_by_one(
     assert bridge.to_target([begun], [[marker]], [9]) == [[]]
 
 
-def test_maps_have_them_and_nothing_merges_across(chatty: dict[str, TextTokenizer]) -> None:
+def test_maps_contain_control_tokens_and_merges_do_not(chatty: Family) -> None:
     target, drafter = chatty["byte-level"], chatty["byte-level-nfc"]
     bridge = make_bridge(target, drafter)
     assert isinstance(bridge, TextBridge)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import recipes
-from contexts import opened
+from contexts import Family, opened
 
 from vllm_hetero_spec.text import drafts
 from vllm_hetero_spec.text.bridge import TextBridge, make_bridge
 from vllm_hetero_spec.text.drafts import FirstToken
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 BOOKS = ("books_children_fairytales_en.txt", "tinystories_small.txt")
 PIECE = 60  # characters
@@ -30,8 +29,8 @@ def texts_of(source: str, shared: Path | None) -> list[str]:
 
 @pytest.mark.parametrize("source", ["sources", "books"])
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_what_is_turned_down_is_what_the_target_joins(
-    family: dict[str, TextTokenizer], shared_or_none: Path | None, source: str, kind: str
+def test_rejected_candidates_are_joined_by_the_target(
+    family: Family, shared_or_none: Path | None, source: str, kind: str
 ) -> None:
     """A candidate is rejected only if the target's encoding of the whole text spans that place.
 
@@ -70,8 +69,8 @@ def test_what_is_turned_down_is_what_the_target_joins(
     assert turned_down > 20
 
 
-def test_first_choice_is_not_what_the_target_would_have_joined(
-    family: dict[str, TextTokenizer],
+def test_first_choice_is_not_joined_to_the_last_token(
+    family: Family,
 ) -> None:
     """A target that ended a token after half a word does not continue with the other half."""
     target, drafter = family["byte-level"], family["sentencepiece"]
@@ -101,8 +100,8 @@ def test_first_choice_is_not_what_the_target_would_have_joined(
     assert not bridge.may_follow(context, longer, len(drafter.token_bytes[longer]) - len(rest))
 
 
-def test_first_choice_is_the_space_that_belongs_to_the_next_word(
-    family: dict[str, TextTokenizer],
+def test_first_choice_is_the_space_of_the_next_word(
+    family: Family,
 ) -> None:
     """After an indentation, the target continues with a word and the space before it."""
     target, drafter = family["byte-level"], family["sentencepiece"]
@@ -116,8 +115,8 @@ def test_first_choice_is_the_space_that_belongs_to_the_next_word(
     assert bridge.first_choice(context, [bracket, space]).id == space
 
 
-def test_first_choice_spells_the_character_that_was_begun(
-    family: dict[str, TextTokenizer],
+def test_first_choice_completes_a_character(
+    family: Family,
 ) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
@@ -127,8 +126,8 @@ def test_first_choice_spells_the_character_that_was_begun(
     assert bridge.first_choice(context, [wrong, right]).id == right
 
 
-def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
-    family: dict[str, TextTokenizer],
+def test_first_choice_of_equal_tokenizers(
+    family: Family,
 ) -> None:
     tokenizer = family["byte-level"]
     for mode in ("text", "identity"):
@@ -138,7 +137,7 @@ def test_first_choice_is_the_drafters_own_where_tokenizers_are_equal(
         assert bridge.first_choice(context, [half, tokenizer.encode("(")[0]]).id == half
 
 
-def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokenizer]) -> None:
+def test_a_draft_replaces_half_a_word(family: Family) -> None:
     """The target's text ends inside a word that is one token of the drafter."""
     target, drafter = family["sentencepiece"], family["byte-level"]
     bridge = make_bridge(target, drafter)
@@ -168,8 +167,8 @@ def test_a_draft_begins_in_the_place_of_half_a_word(family: dict[str, TextTokeni
 
 
 @pytest.mark.parametrize("why", ["", "no text", "half a character", "equal tokenizers"])
-def test_a_last_token_stays_where_it_cannot_be_told(
-    family: dict[str, TextTokenizer], why: str, monkeypatch: pytest.MonkeyPatch
+def test_a_last_token_is_not_replaced(
+    family: Family, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an obstacle, the first longer token that may follow is chosen."""
     monkeypatch.setattr(drafts.DraftTranslator, "may_follow", lambda *_: True)
@@ -187,8 +186,8 @@ def test_a_last_token_stays_where_it_cannot_be_told(
     assert not bridge.failures
 
 
-def test_advice_is_remembered_up_to_a_bound(
-    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+def test_the_cache_of_first_choices_is_bounded(
+    family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The choices do not depend on the size of the cache."""
     pair = family["byte-level"], family["sentencepiece"]

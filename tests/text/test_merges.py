@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
+from contexts import Family
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy
@@ -95,9 +96,7 @@ def fruitful(merges: Merges, ids: Iterable[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("target_name", "drafter_name"), PAIRS)
-def test_merges_of_trained_tokenizers(
-    family: dict[str, TextTokenizer], target_name: str, drafter_name: str
-) -> None:
+def test_merges_of_trained_tokenizers(family: Family, target_name: str, drafter_name: str) -> None:
     target, drafter = family[target_name], family[drafter_name]
     merges = merges_of(target, drafter)
     following = spellable(target, drafter)
@@ -110,14 +109,14 @@ def test_merges_of_trained_tokenizers(
     assert partners > 10  # of 16 tokens, with any trained vocabulary
 
 
-def test_merges_of_whole_vocabularies(family: dict[str, TextTokenizer]) -> None:
+def test_merges_of_whole_vocabularies(family: Family) -> None:
     target, drafter = family["tiktoken"], family["byte-level-nfc"]
     merges, following = merges_of(target, drafter), spellable(target, drafter)
     for d in range(drafter.vocab_size):
         assert table(merges, d) == by_definition(target, drafter, (d,), following)
 
 
-def test_parts_of_a_character(family: dict[str, TextTokenizer]) -> None:
+def test_parts_of_a_character(family: Family) -> None:
     """Joined parts are the character's token, or the token of an incomplete character."""
     target, han = family["tiktoken"], "中".encode()
     merges = merges_of(target, toy([han[:1], han[1:], han[:2], han[2:] + b"x", han[1:2]]))
@@ -149,7 +148,7 @@ def test_merges_of_small_vocabularies(
         assert merges.goes_on(path) == (begins and longer)
 
 
-def test_the_last_space_is_left_to_the_word_after_it(family: dict[str, TextTokenizer]) -> None:
+def test_the_last_space_is_left_to_the_word_after_it(family: Family) -> None:
     """Two newlines before a word are two target tokens, although one token spells both."""
     target, drafter = family["byte-level"], toy([b"\n", b" ", b"\n\n", b"  "])
     assert b"\n\n" in target.token_bytes
@@ -160,7 +159,7 @@ def test_the_last_space_is_left_to_the_word_after_it(family: dict[str, TextToken
     assert target.token_bytes[table(merges, 1)[3]] == b"  "
 
 
-def test_what_goes_on(family: dict[str, TextTokenizer]) -> None:
+def test_paths_that_longer_tokens_continue(family: Family) -> None:
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     merges = merges_of(target, drafter)
     able = merges.mergeable
@@ -189,7 +188,7 @@ def test_bytes_beyond_the_last_one() -> None:
     assert table(merges, 1) == {}
 
 
-def test_longest_match_is_not_what_the_target_writes(family: dict[str, TextTokenizer]) -> None:
+def test_longest_match_is_not_the_merge(family: Family) -> None:
     """Negative oracle for the tests above: the longest match often is not the real merge."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     merges = merges_of(target, drafter)
@@ -211,7 +210,7 @@ def test_longest_match_is_not_what_the_target_writes(family: dict[str, TextToken
     assert agreeing > 20
 
 
-def test_a_rewritten_beginning_is_no_merge(family: dict[str, TextTokenizer]) -> None:
+def test_a_rewritten_beginning_is_no_merge(family: Family) -> None:
     """The normalizer replaces e and a combining accent by one character with other bytes."""
     target = toy([b"e", b"\xcc", b"\x81", b"e\xcc\x81", "é".encode()], encode=lambda text: [4])
     drafter = toy([b"e", "\u0301".encode()])
@@ -228,12 +227,10 @@ def test_no_merges_outside_the_intersection_or_with_control() -> None:
         assert table(merges, empty) == {}
         assert merges.among((empty,), np.arange(6, dtype=np.int32)).tolist() == [-1] * 6
 
-    special = SpecialTokens(target, drafter, [4], [1])
-    ended = Merges(target, drafter, build_maps(target, drafter).with_control(special))
-    assert table(ended, 0) == {2: 3}
-    special = SpecialTokens(target, drafter, [4], [0])
-    ended = Merges(target, drafter, build_maps(target, drafter).with_control(special))
-    assert table(ended, 0) == {}
+    for eos, found in ((1, {2: 3}), (0, {})):
+        special = SpecialTokens(target, drafter, [4], [eos])
+        ended = Merges(target, drafter, build_maps(target, drafter).with_control(special))
+        assert table(ended, 0) == found
 
 
 class Counting:
@@ -249,9 +246,7 @@ class Counting:
         return self._encode(texts)
 
 
-def test_verdicts_are_remembered_up_to_a_bound(
-    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_of_merges_is_bounded(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     counting, drafter = Counting(family["byte-level"]), family["sentencepiece"]
     maps = build_maps(counting.target, drafter)
     d = drafter.token_bytes.index(b"s")
@@ -276,9 +271,7 @@ def test_verdicts_are_remembered_up_to_a_bound(
 
 
 @pytest.mark.parametrize(("target", "drafter"), [("llama-3.1", "qwen2"), ("qwen2", "llama-2")])
-def test_merges_of_real_tokenizers(
-    real: dict[str, TextTokenizer], target: str, drafter: str
-) -> None:
+def test_merges_of_real_tokenizers(real: Family, target: str, drafter: str) -> None:
     merges = merges_of(real[target], real[drafter])
     ids = [real[drafter].token_bytes.index(data) for data in (b" York", b"\n", b"\xe4")]
     rng = random.Random(0)

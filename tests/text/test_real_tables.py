@@ -5,19 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
+from contexts import Family
 from laws import TEXTS, assert_exact, assert_written_as_by_the_decoder, not_text
 from recipes import mistral_files
 from tokenizers import Tokenizer
 
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 
 def real_names(shared: Path) -> list[str]:
     return sorted(path.parent.name for path in shared.glob("tokenizers/*/tokenizer.json"))
 
 
-def test_bytes_of_real_tokenizers(real: dict[str, TextTokenizer], shared: Path) -> None:
+def test_bytes_of_real_tokenizers(real: Family, shared: Path) -> None:
     for tokenizer in map(real.__getitem__, real_names(shared)):
         for text in TEXTS:
             assert_exact(tokenizer, text)
@@ -55,7 +55,7 @@ def test_bytes_of_mistral_files(file: Path) -> None:
     ]
 
 
-def test_raw_ids_are_the_tokenizers_own(real: dict[str, TextTokenizer], shared: Path) -> None:
+def test_raw_ids_are_the_tokenizers_own(real: Family, shared: Path) -> None:
     """Raw encoding returns the library's own ids. Only the dummy prefix is added separately."""
     for name in real_names(shared)[::3]:
         tokenizer = real[name]
@@ -86,9 +86,7 @@ SPECIAL_IDS = {
 
 
 @pytest.mark.parametrize("name", SPECIAL_IDS)
-def test_every_id_is_text_or_special(
-    real: dict[str, TextTokenizer], shared: Path, name: str
-) -> None:
+def test_every_id_is_text_or_special(real: Family, shared: Path, name: str) -> None:
     tokenizer = real[name]
     runs = [range(*run) for run in SPECIAL_IDS[name]]
     assert tokenizer.special_ids == {i for run in runs for i in run} == set(tokenizer.special_text)
@@ -105,17 +103,13 @@ def test_every_id_is_text_or_special(
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "phi-3-medium-128k-instruct", "mistral-v3-32768"])
-def test_real_tokens_are_written_as_by_the_decoder(
-    real: dict[str, TextTokenizer], shared: Path, name: str
-) -> None:
+def test_real_tokens_are_written_as_by_the_decoder(real: Family, shared: Path, name: str) -> None:
     backend = Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
     assert_written_as_by_the_decoder(real[name], backend, "x", step=7)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-3.1", "gpt2", "phi-4", "starcoder2"])
-def test_parts_of_characters_in_real_vocabularies(
-    real: dict[str, TextTokenizer], name: str
-) -> None:
+def test_parts_of_characters_in_real_vocabularies(real: Family, name: str) -> None:
     """Each one is encoded to itself. At most two that begin or end in punctuation are not."""
     tokenizer = real[name]
     broken = not_text(tokenizer)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import recipes
-from contexts import PAIRS, opened, target_ids, walk
+from contexts import PAIRS, REAL_PAIRS, Family, opened, target_ids, walk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,15 +19,6 @@ from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.retokenization import TextContext
 from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
-REAL_PAIRS = [
-    ("qwen2", "llama-2"),
-    ("llama-2", "qwen2"),
-    ("mistral-v3-32768", "starcoder2"),
-    ("llama-3.1", "tinyllamas-512"),
-    ("phi-3-medium-128k-instruct", "byte-level"),
-    ("byte-level", "phi-4"),
-    ("codellama", "gpt2"),
-]
 PIECES = [
     *["the", "return", "value", "in", "don't", "snake_case", "camelCase", "x", "12345", "3.14"],
     *["中文", "字符。", "한국어", "naïve", "cafe\u0301", "👩‍👩‍👧", "👍🏽", "\u3000", "\u00a0"],
@@ -65,9 +56,7 @@ def assert_incremental(
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @quick
 @given(text=texts, seed=st.integers(0, 2**16))
-def test_steps_equal_whole(
-    family: dict[str, TextTokenizer], pair: tuple[str, str], text: str, seed: int
-) -> None:
+def test_steps_equal_whole(family: Family, pair: tuple[str, str], text: str, seed: int) -> None:
     target, drafter = family[pair[0]], family[pair[1]]
     assert_incremental(target, drafter, text, seed)
 
@@ -75,14 +64,12 @@ def test_steps_equal_whole(
 @pytest.mark.full
 @quick
 @given(text=texts, seed=st.integers(0, 2**16))
-def test_steps_equal_whole_for_real_tokenizers(
-    real: dict[str, TextTokenizer], text: str, seed: int
-) -> None:
+def test_steps_equal_whole_for_real_tokenizers(real: Family, text: str, seed: int) -> None:
     for pair in REAL_PAIRS:
         assert_incremental(real[pair[0]], real[pair[1]], text, seed)
 
 
-def test_real_text(real: dict[str, TextTokenizer]) -> None:
+def test_real_text(real: Family) -> None:
     with open(random.__file__, encoding="utf-8") as source:
         text = source.read()[:20_000]
     for pair in REAL_PAIRS:
@@ -91,13 +78,13 @@ def test_real_text(real: dict[str, TextTokenizer]) -> None:
         assert len(tail) <= 10 * TAIL_TOKENS, "the open tail must stay short"
 
 
-def test_text_without_spaces_keeps_a_short_tail(family: dict[str, TextTokenizer]) -> None:
+def test_text_without_spaces_keeps_a_short_tail(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     context = assert_incremental(target, drafter, "中文字符和一些汉字" * 200, 0)
     assert len(drafter.encode(context.tail)) < 200
 
 
-def test_normalised_text_without_spaces_is_cut_by_force(family: dict[str, TextTokenizer]) -> None:
+def test_normalised_text_without_spaces_is_cut_by_force(family: Family) -> None:
     """With NFC, ids and text differ everywhere, so no cut can be checked."""
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     context = make_bridge(target, drafter).open()
@@ -112,7 +99,7 @@ def test_normalised_text_without_spaces_is_cut_by_force(family: dict[str, TextTo
 
 @quick
 @given(seed=st.integers(0, 2**16))
-def test_any_target_ids_at_all(family: dict[str, TextTokenizer], seed: int) -> None:
+def test_any_target_ids(family: Family, seed: int) -> None:
     """The ids include cut characters, invalid bytes, special tokens and unknown ids."""
     rng = random.Random(seed)
     for target_name, drafter_name in PAIRS[:5]:
@@ -130,7 +117,7 @@ def test_any_target_ids_at_all(family: dict[str, TextTokenizer], seed: int) -> N
         assert not at_once.broken
 
 
-def test_characters_split_at_every_byte(family: dict[str, TextTokenizer]) -> None:
+def test_characters_split_at_every_byte(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     text = "x👍中é"
     data = text.encode()
@@ -143,7 +130,7 @@ def test_characters_split_at_every_byte(family: dict[str, TextTokenizer]) -> Non
         assert context.ids == [drafter.bos_id, *drafter.encode(" " + complete)]
 
 
-def test_extend_is_append_for_many(family: dict[str, TextTokenizer]) -> None:
+def test_extend_is_append_for_many(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter)
     all_ids = [target.encode(text) for text in ("def f(x):", "中文 👍 ok", "", "a  b\n" * 40)]
@@ -156,7 +143,7 @@ def test_extend_is_append_for_many(family: dict[str, TextTokenizer]) -> None:
     assert [context.ids for context in batched] == [context.ids for context in single]
 
 
-def test_special_tokens_by_role(family: dict[str, TextTokenizer]) -> None:
+def test_special_tokens_by_role(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     user = target.special_id_of["<|user|>"]
     bridge = make_bridge(target, drafter, target_eos=[0], drafter_eos=[2])
@@ -166,14 +153,14 @@ def test_special_tokens_by_role(family: dict[str, TextTokenizer]) -> None:
     assert context.ids == [1, *drafter.encode(" hi there"), 2, *drafter.encode(" <|user|>ok")]
 
 
-def test_equal_content_is_the_same_token(family: dict[str, TextTokenizer]) -> None:
+def test_equal_content_is_the_same_token(family: Family) -> None:
     target, drafter = family["byte-level"], family["byte-level-nfc"]
     user = target.special_id_of["<|user|>"]
     context = opened(make_bridge(target, drafter, target_eos=[0]), [user, *target.encode("in")])
     assert context.ids == [drafter.special_id_of["<|user|>"], *drafter.encode("in")]
 
 
-def test_bos_follows_the_drafter(family: dict[str, TextTokenizer]) -> None:
+def test_bos_follows_the_drafter(family: Family) -> None:
     spm, plain = family["sentencepiece"], family["byte-level"]
     forth = opened(make_bridge(spm, plain), [1, *spm.encode(" in the")])
     assert forth.ids == plain.encode("in the")
@@ -183,9 +170,7 @@ def test_bos_follows_the_drafter(family: dict[str, TextTokenizer]) -> None:
     assert back.ids == [1, *spm.encode(" in the")]
 
 
-def test_a_failing_context_is_broken_alone(
-    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_context_is_broken_alone(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     encode = drafter.raw_encode_batch
 
@@ -219,9 +204,7 @@ def tekken_of(encoding: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "tekken", "real"])
-def test_a_panic_of_tiktoken_breaks_one_context(
-    family: dict[str, TextTokenizer], kind: str
-) -> None:
+def test_a_panic_of_tiktoken_breaks_one_context(family: Family, kind: str) -> None:
     """A panic is not an `Exception`. The text that caused it is not encoded again."""
     target, encoding = family["byte-level"], recipes.build_tiktoken()
     own, tried = encoding.encode_ordinary, list[int]()
@@ -254,7 +237,7 @@ def test_a_panic_of_tiktoken_breaks_one_context(
     assert contexts[2].ids == [*begins, *drafter.encode("fine onefine one")]
 
 
-def test_other_interruptions_go_on() -> None:
+def test_other_base_exceptions_are_raised() -> None:
     encoding = recipes.build_tiktoken()
     own = encoding.encode_ordinary
 
@@ -270,7 +253,7 @@ def test_other_interruptions_go_on() -> None:
         drafter.encode("stop")
 
 
-def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextTokenizer]) -> None:
+def test_runs_of_spaces_are_split_as_by_the_target(family: Family) -> None:
     """Encoded at the end of a text, the run would be one token.
 
     The drafter would then expect more white space.
@@ -288,7 +271,7 @@ def test_a_run_of_spaces_is_split_as_the_target_split_it(family: dict[str, TextT
         assert context.ids == tokenizer.encode("value\n\nclass")
 
 
-def test_an_unknown_token_does_not_split_a_run_of_spaces(family: dict[str, TextTokenizer]) -> None:
+def test_an_unknown_token_does_not_split_a_run_of_spaces(family: Family) -> None:
     """An unknown token has no bytes, whatever the last token of the vocabulary is."""
     tokenizer = copy.copy(family["byte-level"])
     tokenizer.token_bytes = (*tokenizer.token_bytes[:-1], b"\n")

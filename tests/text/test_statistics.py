@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contexts import Family
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,8 +54,8 @@ def strings(shared: Path, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("pair", "sizes"), PUBLISHED.items(), ids=map("/".join, PUBLISHED))
-def test_tokens_of_both_in_published_pairs(
-    real: dict[str, TextTokenizer],
+def test_common_tokens_of_published_pairs(
+    real: Family,
     shared: Path,
     pair: tuple[str, str],
     sizes: tuple[int, int, int],
@@ -68,7 +69,7 @@ def test_tokens_of_both_in_published_pairs(
 @pytest.mark.parametrize(
     "name", ["byte-level", "byte-level-nfc", "sentencepiece", "unigram", "tiktoken", "processor"]
 )
-def test_ids_by_kind(family: dict[str, TextTokenizer], name: str) -> None:
+def test_ids_by_kind(family: Family, name: str) -> None:
     tokenizer = family[name]
     counts = count_vocabulary(tokenizer)
     assert counts.ids == counts.text + counts.special + counts.holes == tokenizer.vocab_size
@@ -79,7 +80,7 @@ def test_ids_by_kind(family: dict[str, TextTokenizer], name: str) -> None:
     assert counts.not_utf8 == len([data for data in invalid if data != "\ufffd".encode()])
 
 
-def test_readings_of_the_intersection(family: dict[str, TextTokenizer]) -> None:
+def test_readings_of_the_intersection(family: Family) -> None:
     target, drafter = family["sentencepiece"], family["byte-level"]
     overlap = measure_overlap(
         target,
@@ -119,7 +120,7 @@ def test_straddling_tokens(left: list[int], right: list[int]) -> None:
     ("target", "drafter"),
     [("byte-level", "sentencepiece"), ("sentencepiece", "tiktoken"), ("processor", "byte-level")],
 )
-def test_shares_of_a_text(family: dict[str, TextTokenizer], target: str, drafter: str) -> None:
+def test_shares_of_a_text(family: Family, target: str, drafter: str) -> None:
     theirs, ours = family[target], family[drafter]
     documents = documents_of(CALIBRATION_TEXT)
     found = measure(theirs, ours, *documents)
@@ -148,7 +149,7 @@ def test_shares_of_a_text(family: dict[str, TextTokenizer], target: str, drafter
     assert (found.target_failures, found.drafter_failures) == (0, 0)
 
 
-def test_a_tokenizer_shares_everything_with_itself(family: dict[str, TextTokenizer]) -> None:
+def test_a_tokenizer_shares_everything_with_itself(family: Family) -> None:
     tokenizer = family["sentencepiece"]
     found = measure(tokenizer, tokenizer, CALIBRATION_TEXT)
     assert (found.omega_t, found.omega_k) == (1, 1)
@@ -156,7 +157,7 @@ def test_a_tokenizer_shares_everything_with_itself(family: dict[str, TextTokeniz
     assert found.drafter_vocabulary == len({data for data in tokenizer.token_bytes if data})
 
 
-def test_only_lines_at_fault_count_as_changed(family: dict[str, TextTokenizer]) -> None:
+def test_only_lines_at_fault_count_as_changed(family: Family) -> None:
     """The lines around a changed line are still compared."""
     exact, composing = family["byte-level"], family["byte-level-nfc"]
     rewritten, good = "cafe\u0301 au lait\n", "def mean(values):\n"
@@ -170,7 +171,7 @@ def test_only_lines_at_fault_count_as_changed(family: dict[str, TextTokenizer]) 
     assert found.drafter_straddle == undisturbed.drafter_straddle > 0
 
 
-def test_documents_may_come_in_any_portions(family: dict[str, TextTokenizer]) -> None:
+def test_documents_in_any_portions(family: Family) -> None:
     target, drafter = family["byte-level"], family["unigram"]
     documents = documents_of(CALIBRATION_TEXT)
     meter = PairMeter(target, drafter, build_maps(target, drafter))
@@ -178,7 +179,7 @@ def test_documents_may_come_in_any_portions(family: dict[str, TextTokenizer]) ->
     assert meter.statistics() == measure(target, drafter, *documents)
 
 
-def test_characters_without_a_token(family: dict[str, TextTokenizer]) -> None:
+def test_characters_without_a_token(family: Family) -> None:
     text = Counter("in the snow ☃☃ and 𝄞")
     assert unspelled_characters(family["unigram"], text) == {"☃": 2, "𝄞": 1}
     assert not unspelled_characters(family["byte-level"], text)
@@ -196,8 +197,8 @@ def test_the_builtin_text_is_of_many_kinds() -> None:
         assert re.search(script, CALIBRATION_TEXT)
 
 
-def test_a_tokenizer_that_composes_characters_is_not_taken_for_lossy(
-    family: dict[str, TextTokenizer],
+def test_composing_characters_is_not_lossy(
+    family: Family,
 ) -> None:
     documents = documents_of(CALIBRATION_TEXT)
     found = measure(family["byte-level"], family["byte-level-nfc"], *documents)

@@ -2,19 +2,18 @@
 """Cost of a step of translation: it depends only on the new text, for all tokenizers."""
 
 import pytest
-from contexts import target_ids
+from contexts import Family, target_ids
 from fuzz_model import separable
 
 from vllm_hetero_spec.text import cuts
 from vllm_hetero_spec.text.bridge import make_bridge
 from vllm_hetero_spec.text.retokenization import TextContext
-from vllm_hetero_spec.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture
 def normalised(
-    variants: dict[str, TextTokenizer],
-    family: dict[str, TextTokenizer],
+    variants: Family,
+    family: Family,
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[int]:
     """Length in characters of each text that a drafter of these tests normalizes."""
@@ -31,8 +30,8 @@ def normalised(
 
 
 @pytest.mark.parametrize("times", [1, 8])
-def test_a_run_of_marks_is_cut_without_a_look_at_all_of_it(
-    family: dict[str, TextTokenizer], normalised: list[int], times: int
+def test_a_long_run_of_marks_is_cut_at_constant_cost(
+    family: Family, normalised: list[int], times: int
 ) -> None:
     tail = "x" + "\u0301" * 1000 * times
     assert cuts.forced_cut(family["byte-level-nfc"], tail) == len(tail) // 2
@@ -40,8 +39,8 @@ def test_a_run_of_marks_is_cut_without_a_look_at_all_of_it(
 
 
 @pytest.mark.parametrize("times", [1, 8])
-def test_text_that_parts_nowhere_is_cut_after_some_tries(
-    variants: dict[str, TextTokenizer], normalised: list[int], times: int
+def test_inseparable_text_is_cut_after_some_tries(
+    variants: Family, normalised: list[int], times: int
 ) -> None:
     """The drafter puts a space before every text, so no place is safe.
 
@@ -54,9 +53,7 @@ def test_text_that_parts_nowhere_is_cut_after_some_tries(
 
 
 @pytest.mark.parametrize("marks", [0, 40, 400])
-def test_a_forced_cut_lies_where_the_whole_text_parts(
-    family: dict[str, TextTokenizer], marks: int
-) -> None:
+def test_a_forced_cut_separates_the_whole_text(family: Family, marks: int) -> None:
     """The characters near a place give the same result as the whole text.
 
     The marks of one character are not separated.
@@ -76,7 +73,7 @@ def test_a_forced_cut_lies_where_the_whole_text_parts(
     ],
 )
 def test_text_of_few_drafter_ids_keeps_a_short_tail(
-    variants: dict[str, TextTokenizer], family: dict[str, TextTokenizer], name: str, text: str
+    variants: Family, family: Family, name: str, text: str
 ) -> None:
     target, drafter = family["byte-level"], (variants | family)[name]
     context = make_bridge(target, drafter).open(100)
@@ -93,7 +90,7 @@ def test_text_of_few_drafter_ids_keeps_a_short_tail(
 
 @pytest.mark.parametrize("pair", [("byte-level", "sentencepiece"), ("sentencepiece", "byte-level")])
 def test_a_prompt_is_read_in_runs_between_control_tokens(
-    family: dict[str, TextTokenizer], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    family: Family, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text between control tokens is read at once, with the same ids as token by token."""
     target, drafter = family[pair[0]], family[pair[1]]

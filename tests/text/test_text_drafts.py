@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from contexts import opened, target_ids
+from contexts import REAL_PAIRS, Family, opened, target_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -22,13 +22,6 @@ PAIRS = [
     ("byte-level", "tiktoken"),
     ("processor", "byte-level"),
     ("sentencepiece", "processor"),
-]
-REAL_PAIRS = [
-    ("qwen2", "llama-2"),
-    ("llama-2", "qwen2"),
-    ("mistral-v3-32768", "starcoder2"),
-    ("llama-3.1", "tinyllamas-512"),
-    ("phi-3-medium-128k-instruct", "byte-level"),
 ]
 WORDS = [
     *["the", "return", "value", "don't", "snake_case", "self", "x", "123", "in"],
@@ -66,21 +59,19 @@ def assert_round_trip(target: TextTokenizer, drafter: TextTokenizer, text: str) 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @quick
 @given(text=texts)
-def test_target_tokens_come_back(
-    family: dict[str, TextTokenizer], pair: tuple[str, str], text: str
-) -> None:
+def test_target_tokens_come_back(family: Family, pair: tuple[str, str], text: str) -> None:
     assert_round_trip(family[pair[0]], family[pair[1]], text)
 
 
 @quick
 @given(text=texts)
-def test_real_target_tokens_come_back(real: dict[str, TextTokenizer], text: str) -> None:
-    for pair in REAL_PAIRS:
+def test_real_target_tokens_come_back(real: Family, text: str) -> None:
+    for pair in REAL_PAIRS[:5]:
         assert_round_trip(real[pair[0]], real[pair[1]], text)
 
 
 def test_a_dummy_prefix_fails_the_same_check(
-    family: dict[str, TextTokenizer], backends: dict[str, Tokenizer]
+    family: Family, backends: dict[str, Tokenizer]
 ) -> None:
     """Negative oracle: a SentencePiece tokenizer's own encode() of a draft gives other tokens."""
     target, drafter = family["sentencepiece"], family["byte-level"]
@@ -94,7 +85,7 @@ def test_a_dummy_prefix_fails_the_same_check(
     assert_round_trip(target, drafter, text)
 
 
-def test_encoding_the_draft_alone_fails_the_same_check(real: dict[str, TextTokenizer]) -> None:
+def test_encoding_the_draft_alone_fails_the_same_check(real: Family) -> None:
     """Negative oracle: the pre-tokenizer's splits of a draft depend on the text before it."""
     target, drafter = real["qwen2"], real["llama-2"]
     known, rest = "        if '%", "(default)' not in help"
@@ -106,7 +97,7 @@ def test_encoding_the_draft_alone_fails_the_same_check(real: dict[str, TextToken
     assert one(bridge, opened(bridge, ids[:split]), drafter.encode(rest)) == ids[split:]
 
 
-def test_a_draft_that_a_merge_would_swallow(family: dict[str, TextTokenizer]) -> None:
+def test_a_draft_that_would_be_merged_into_the_text(family: Family) -> None:
     """If known text and draft would join to one token, the draft is encoded alone."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     (whole,) = target.encode(" return")
@@ -117,7 +108,7 @@ def test_a_draft_that_a_merge_would_swallow(family: dict[str, TextTokenizer]) ->
     assert target.decode_bytes(draft) == b"urn"
 
 
-def test_characters_cut_at_every_byte(family: dict[str, TextTokenizer]) -> None:
+def test_characters_cut_at_every_byte(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter)
     known, data = target.encode("so "), "👍é中".encode()
@@ -128,7 +119,7 @@ def test_characters_cut_at_every_byte(family: dict[str, TextTokenizer]) -> None:
         assert target.decode_bytes(draft) == complete
 
 
-def test_held_bytes_are_completed(family: dict[str, TextTokenizer]) -> None:
+def test_held_bytes_are_completed(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     data = "👍".encode()
     for count in (1, 2, 3):
@@ -142,7 +133,7 @@ def test_held_bytes_are_completed(family: dict[str, TextTokenizer]) -> None:
         assert bridge.failures["held_mismatch"] == 1
 
 
-def test_invalid_bytes_never_raise(family: dict[str, TextTokenizer]) -> None:
+def test_invalid_bytes_never_raise(family: Family) -> None:
     rng = random.Random(0)
     for target_name, drafter_name in PAIRS:
         target, drafter = family[target_name], family[drafter_name]
@@ -161,9 +152,7 @@ def test_invalid_bytes_never_raise(family: dict[str, TextTokenizer]) -> None:
         assert not bridge.failures["draft_error"]
 
 
-def test_a_failing_draft_fails_alone(
-    family: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_draft_fails_alone(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     encode = target.raw_encode_batch
 
@@ -182,7 +171,7 @@ def test_a_failing_draft_fails_alone(
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 9])
-def test_eos_by_role(family: dict[str, TextTokenizer], limit: int) -> None:
+def test_eos_by_role(family: Family, limit: int) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, target_eos=[0], drafter_eos=[2])
     context = opened(bridge, target.encode("in the"))
@@ -194,9 +183,7 @@ def test_eos_by_role(family: dict[str, TextTokenizer], limit: int) -> None:
     assert one(bridge, context, [*drafter.encode(" value"), 1], 9) == text_ids
 
 
-def test_text_that_looks_special_is_never_proposed_as_special(
-    family: dict[str, TextTokenizer],
-) -> None:
+def test_text_is_never_proposed_as_special_tokens(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter)
     draft = one(bridge, opened(bridge, target.encode("x")), drafter.encode(" <|endoftext|>"))
@@ -204,10 +191,10 @@ def test_text_that_looks_special_is_never_proposed_as_special(
     assert target.decode_bytes(draft) == b" <|endoftext|>"
 
 
-def test_an_eos_that_is_ordinary_text_is_not_proposed_as_text(
-    family: dict[str, TextTokenizer],
+def test_an_eos_with_text_is_proposed_by_role_only(
+    family: Family,
 ) -> None:
-    """Phi-3 lists </s> among its ordinary added tokens. As EOS it is proposed by role only."""
+    """Phi-3 lists </s> among its ordinary added tokens."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     (think,) = target.encode("<think>")
     bridge = make_bridge(target, drafter, target_eos=[think], drafter_eos=[2])
@@ -217,14 +204,14 @@ def test_an_eos_that_is_ordinary_text_is_not_proposed_as_text(
     assert one(bridge, context, [2]) == [think]
 
 
-def test_the_draft_ends_where_normalisation_changes_it(family: dict[str, TextTokenizer]) -> None:
+def test_the_draft_ends_before_normalised_text(family: Family) -> None:
     target, drafter = family["byte-level-nfc"], family["byte-level"]
     bridge = make_bridge(target, drafter)
     draft = one(bridge, opened(bridge, target.encode("in")), drafter.encode(" the e\u0301 x"))
     assert target.decode_bytes(draft).rstrip() == b" the"
 
 
-def test_modes(family: dict[str, TextTokenizer]) -> None:
+def test_modes(family: Family) -> None:
     one_tokenizer, other = family["byte-level"], family["sentencepiece"]
     assert make_bridge(one_tokenizer, one_tokenizer).identity
     assert not make_bridge(one_tokenizer, one_tokenizer, mode="text").identity
@@ -245,7 +232,7 @@ def test_identity_needs_equal_merges(backends: dict[str, Tokenizer]) -> None:
     assert not make_bridge(original, edited).identity
 
 
-def test_identity_passes_ids_through(family: dict[str, TextTokenizer]) -> None:
+def test_identity_passes_ids_through(family: Family) -> None:
     bridge = make_bridge(
         family["byte-level"], family["byte-level"], target_eos=[0], drafter_eos=[0]
     )
@@ -257,7 +244,7 @@ def test_identity_passes_ids_through(family: dict[str, TextTokenizer]) -> None:
     assert bridge.to_target([context], [[5, 4, 6]], [2]) == [[5, 4]]
 
 
-def test_text_mode_of_equal_tokenizers_is_the_identity(family: dict[str, TextTokenizer]) -> None:
+def test_text_mode_of_equal_tokenizers_is_the_identity(family: Family) -> None:
     tokenizer = family["byte-level"]
     bridge = make_bridge(tokenizer, tokenizer, mode="text")
     ids = tokenizer.encode("def f(self):\n        return self.value")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contexts import Family
 from fuzz_cases import Case
 from fuzz_model import Violation
 from fuzzing import Checker, fuzz
-from recipes import corpus, mistral_files
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from recipes import mistral_files, split_by, train_bytes
 
 from vllm_hetero_spec.text.drafts import DraftTranslator
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -69,34 +69,17 @@ def by_class() -> TextTokenizer:
     classes = (
         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(classes), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1200,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus(), trainer)
-    return load_tokenizer(tokenizer, "by-class")
+    return load_tokenizer(train_bytes(1200, ["<|endoftext|>"], split_by(classes)), "by-class")
 
 
 @pytest.fixture(scope="session")
-def trained(
-    family: dict[str, TextTokenizer], variants: dict[str, TextTokenizer], by_class: TextTokenizer
-) -> dict[str, TextTokenizer]:
+def trained(family: Family, variants: Family, by_class: TextTokenizer) -> Family:
     return family | variants | {"by-class": by_class}
 
 
 @pytest.fixture(scope="session")
 def everything(
-    trained: dict[str, TextTokenizer],
+    trained: Family,
     request: pytest.FixtureRequest,
     shared_or_none: Path | None,
 ) -> Mapping[str, TextTokenizer]:
@@ -210,7 +193,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("found", FOUND)
-def test_what_was_found(trained: dict[str, TextTokenizer], found: str) -> None:
+def test_earlier_failures_stay_fixed(trained: Family, found: str) -> None:
     Checker(trained).check(FOUND[found])
 
 
@@ -270,7 +253,7 @@ WRONG: dict[str, tuple[type, str, Callable[..., Any], Case]] = {
 
 @pytest.mark.parametrize("caught_as", WRONG)
 def test_a_wrong_bridge_is_caught(
-    trained: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch, caught_as: str
+    trained: Family, monkeypatch: pytest.MonkeyPatch, caught_as: str
 ) -> None:
     owner, name, wrong, case = WRONG[caught_as]
     Checker(trained).check(case)
@@ -280,9 +263,7 @@ def test_a_wrong_bridge_is_caught(
 
 
 @pytest.mark.parametrize("side", ["target", "drafter"])
-def test_display_strings_are_caught(
-    family: dict[str, TextTokenizer], backends: dict[str, Any], side: str
-) -> None:
+def test_display_strings_are_caught(family: Family, backends: dict[str, Any], side: str) -> None:
     """A byte table of display strings, as ``get_vocab`` returns them, violates an invariant."""
     table = [b""] * family["byte-level"].vocab_size
     for piece, token_id in backends["byte-level"].get_vocab().items():

@@ -6,13 +6,14 @@ import sys
 from typing import Any
 
 import pytest
+from contexts import Family
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from laws import TEXTS, assert_exact, assert_written_as_by_the_decoder, not_text
 from tokenizers import Tokenizer, pre_tokenizers
 
 from vllm_hetero_spec.text.loading import load_tokenizer
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
+from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
 
 FAMILIES = ("byte-level", "byte-level-nfc", "sentencepiece", "unigram", "tiktoken", "processor")
 COMPLETE = ("byte-level", "sentencepiece", "tiktoken", "processor")
@@ -20,9 +21,7 @@ COMPLETE = ("byte-level", "sentencepiece", "tiktoken", "processor")
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("text", TEXTS)
-def test_bytes_of_trained_tokenizers(
-    family: dict[str, TextTokenizer], name: str, text: str
-) -> None:
+def test_bytes_of_trained_tokenizers(family: Family, name: str, text: str) -> None:
     assert_exact(family[name], text)
     assert family[name].spells_all == (name != "unigram")
 
@@ -30,27 +29,27 @@ def test_bytes_of_trained_tokenizers(
 @pytest.mark.parametrize("name", COMPLETE)
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_bytes_of_any_text(family: dict[str, TextTokenizer], name: str, text: str) -> None:
+def test_bytes_of_any_text(family: Family, name: str, text: str) -> None:
     assert_exact(family[name], text)
 
 
 @pytest.mark.parametrize("name", COMPLETE)
 @given(data=st.binary(max_size=24) | st.text(max_size=8).map(lambda text: text.encode()[1:-1]))
-def test_any_bytes_are_spelled(family: dict[str, TextTokenizer], name: str, data: bytes) -> None:
+def test_any_bytes_are_spelled(family: Family, name: str, data: bytes) -> None:
     tokenizer = family[name]
     assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)) == data.replace(
         "▁".encode(), b" " if name in ("sentencepiece", "processor") else "▁".encode()
     )
 
 
-def test_bytes_between_valid_text_are_normalised_around(family: dict[str, TextTokenizer]) -> None:
+def test_bytes_between_valid_text_are_normalised_around(family: Family) -> None:
     tokenizer = family["byte-level-nfc"]
     data = "e\u0301".encode() + b"\xff" + "e\u0301 x".encode()
     assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)) == "é".encode() + b"\xff\xc3\xa9 x"
     assert tokenizer.normalize("e\u0301\udcffe\u0301") == "é\udcffé"
 
 
-def test_unspellable_bytes_are_dropped_and_counted(family: dict[str, TextTokenizer]) -> None:
+def test_unspellable_bytes_are_dropped_and_counted(family: Family) -> None:
     unigram = family["unigram"]
     ids = unigram.encode_bytes(b"in\xff\xfe the")
     assert unigram.decode_bytes(ids) == b"in the"
@@ -61,9 +60,9 @@ def test_unspellable_bytes_are_dropped_and_counted(family: dict[str, TextTokeniz
 
 
 def test_tokens_are_written_as_by_the_decoder(
-    family: dict[str, TextTokenizer],
+    family: Family,
     backends: dict[str, Any],
-    variants: dict[str, TextTokenizer],
+    variants: Family,
     variant_backends: dict[str, Tokenizer],
 ) -> None:
     for name in ("byte-level", "sentencepiece", "unigram"):
@@ -72,7 +71,7 @@ def test_tokens_are_written_as_by_the_decoder(
         assert_written_as_by_the_decoder(tokenizer, variant_backends[name], "x")
 
 
-def test_parts_of_characters_are_the_tokens_they_are(family: dict[str, TextTokenizer]) -> None:
+def test_parts_of_characters_are_encoded_to_themselves(family: Family) -> None:
     for name in ("byte-level", "tiktoken", "processor"):
         tokenizer = family[name]
         broken = not_text(tokenizer)
@@ -103,7 +102,7 @@ def test_slow_wrapper_adds_its_own_special_tokens(backends: dict[str, Any]) -> N
 
 
 def test_added_text_tokens_stay_active_and_keep_their_spaces(
-    family: dict[str, TextTokenizer], backends: dict[str, Any]
+    family: Family, backends: dict[str, Any]
 ) -> None:
     tokenizer = family["byte-level"]
     think = backends["byte-level"].token_to_id("<think>")
@@ -112,7 +111,7 @@ def test_added_text_tokens_stay_active_and_keep_their_spaces(
     assert tokenizer.decode_bytes(ids) == b"a<think>   b"
 
 
-def test_loading_leaves_the_original_as_it_was(backends: dict[str, Any]) -> None:
+def test_loading_does_not_change_the_original(backends: dict[str, Any]) -> None:
     """The loaded tokenizer shares the model with the original, but no other component."""
     backend = Tokenizer.from_str(backends["byte-level"].to_str())
     before = backend.to_str(), backend.encode("a <think>  <|user|>").ids
@@ -120,7 +119,7 @@ def test_loading_leaves_the_original_as_it_was(backends: dict[str, Any]) -> None
     assert (backend.to_str(), backend.encode("a <think>  <|user|>").ids) == before
 
 
-def test_ids_without_an_embedding_row_are_left_out(family: dict[str, TextTokenizer]) -> None:
+def test_ids_without_an_embedding_row_are_left_out(family: Family) -> None:
     tokenizer = family["tiktoken"]
     (end,) = tokenizer.special_text
     assert tokenizer.limited_to(tokenizer.vocab_size) is tokenizer
@@ -136,9 +135,7 @@ def test_ids_without_an_embedding_row_are_left_out(family: dict[str, TextTokeniz
         tokenizer.limited_to(200)
 
 
-def test_display_strings_fail_the_same_check(
-    family: dict[str, TextTokenizer], backends: dict[str, Any]
-) -> None:
+def test_display_strings_fail_the_same_check(family: Family, backends: dict[str, Any]) -> None:
     """Negative oracle: a table of display strings does not spell the text."""
     for name in ("byte-level", "sentencepiece"):
         display = {i: piece.encode() for piece, i in backends[name].get_vocab().items()}
@@ -155,7 +152,7 @@ def test_the_bridge_needs_no_model_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_fingerprints_tell_behaviour_apart(backends: dict[str, Any]) -> None:
+def test_fingerprints(backends: dict[str, Any]) -> None:
     original = backends["byte-level"]
     same = Tokenizer.from_str(original.to_str())
     same.enable_truncation(16)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from contexts import Family
 from hypothesis import given
 from hypothesis import strategies as st
 from toys import toy
@@ -49,14 +50,12 @@ def assert_maps(maps: VocabularyMaps, target: TextTokenizer, drafter: TextTokeni
 
 
 @pytest.mark.parametrize(("target", "drafter"), list(itertools.product(FAMILIES, repeat=2)))
-def test_maps_of_trained_tokenizers(
-    family: dict[str, TextTokenizer], target: str, drafter: str
-) -> None:
+def test_maps_of_trained_tokenizers(family: Family, target: str, drafter: str) -> None:
     assert_maps(build_maps(family[target], family[drafter]), family[target], family[drafter])
 
 
 @pytest.mark.parametrize("target", FAMILIES)
-def test_rows_are_what_the_target_writes(family: dict[str, TextTokenizer], target: str) -> None:
+def test_rows_are_the_targets_encoding(family: Family, target: str) -> None:
     checked = 0
     for drafter in family.values():
         maps = build_maps(family[target], drafter)
@@ -79,11 +78,11 @@ def test_rows_are_what_the_target_writes(family: dict[str, TextTokenizer], targe
         ("llama-2", "byte-level"),
     ],
 )
-def test_maps_of_real_tokenizers(real: dict[str, TextTokenizer], target: str, drafter: str) -> None:
+def test_maps_of_real_tokenizers(real: Family, target: str, drafter: str) -> None:
     assert_maps(build_maps(real[target], real[drafter]), real[target], real[drafter])
 
 
-def test_of_equal_target_tokens_the_emitted_one(family: dict[str, TextTokenizer]) -> None:
+def test_of_equal_target_tokens_the_emitted_one(family: Family) -> None:
     """A SentencePiece vocabulary spells ASCII twice: as a byte token and as a character."""
     target, drafter = family["sentencepiece"], family["byte-level"]
     letter, twin = target.encode("e")[0], target.token_bytes.index(b"e")
@@ -93,7 +92,7 @@ def test_of_equal_target_tokens_the_emitted_one(family: dict[str, TextTokenizer]
     assert maps.d2t[drafter.token_bytes.index(b"e")] == letter
 
 
-def test_all_drafter_ids_of_a_string_are_mapped(family: dict[str, TextTokenizer]) -> None:
+def test_all_drafter_ids_of_a_string_are_mapped(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     twins = [d for d, data in enumerate(drafter.token_bytes) if data == b"e"]
     assert len(twins) == 2
@@ -107,15 +106,15 @@ def test_of_equal_target_tokens_never_emitted_the_smallest() -> None:
     assert maps.d2t.tolist() == [2, -1]
 
 
-def test_a_token_the_target_would_split_is_itself() -> None:
-    """A common token is its own row, so `kappa` covers at least what the intersection covers."""
+def test_a_common_token_is_not_split() -> None:
+    """So `kappa` covers at least what the intersection covers."""
     target = toy([b"a", b"b", b"abb"])
     assert target.encode("abb") == [0, 1, 1]
     assert rows_of(build_maps(target, toy([b"abb", b"ab"]))) == [[2], [0, 1]]
 
 
 def test_text_the_normaliser_rewrites_is_spelled_bytewise(
-    family: dict[str, TextTokenizer],
+    family: Family,
 ) -> None:
     target = family["byte-level-nfc"]
     accented = "e\u0301"
@@ -145,7 +144,7 @@ def test_undecodable_tokens() -> None:
 
 
 @given(data=st.data())
-def test_pushing_forward_covers_what_the_intersection_covers(data: st.DataObject) -> None:
+def test_kappa_covers_the_intersection(data: st.DataObject) -> None:
     words = st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=8)
     target, drafter = toy(data.draw(words)), toy(data.draw(words))
     maps = build_maps(target, drafter)

@@ -12,16 +12,8 @@ from typing import Any
 from unicodedata import combining, decomposition, is_normalized
 
 import pytest
-from recipes import altered, corpus, train_byte_level
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from recipes import altered, corpus, split_by, train_byte_level
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from vllm_hetero_spec.text import fast_adapter, words
 from vllm_hetero_spec.text.loading import load_tokenizer
@@ -52,13 +44,6 @@ SCRIPTS = [[chr(code) for code in range(first, last + 1)] for first, last in wor
 PLAIN = [char for script in SCRIPTS for char in script]
 USUAL = "abcABC019 '\n\t._-sSdDlLtTmMrReEvV  \r{}()<|>éßñДж½ª\xa0\x85\x1cſ’—"
 ADDED = ["<think>", " " * 17, "<|user|>", "</s>", "<unk>", "<0x0A>"]
-
-
-def split_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    return pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
 
 
 def train_across_spaces() -> Tokenizer:
@@ -188,7 +173,7 @@ def test_words_of_all_kinds(
 
 
 @pytest.mark.parametrize("pattern", [words._BYTE_LEVEL, LLAMA_3, GPT_4O, *DEEPSEEK_3, *GAPS])
-def test_every_plain_character_is_of_the_kind_it_has_in_tokenizers(pattern: str) -> None:
+def test_plain_characters_are_cut_as_in_tokenizers(pattern: str) -> None:
     cut, split = words.cut_by(pattern), pre_tokenizers.Split(Regex(pattern), "isolated")
     assert cut is not None
     for char in PLAIN:
@@ -208,7 +193,7 @@ def test_composition_leaves_plain_characters_alone() -> None:
     assert {combining(char) for char in PLAIN} == {0, 9}
 
 
-def test_splits_at_spaces_that_are_still_there(
+def test_remaining_spaces_prevent_cuts(
     backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = pre_tokenizers.Sequence(
@@ -222,8 +207,8 @@ def test_splits_at_spaces_that_are_still_there(
     assert words.cut_of(raw.model, pipeline, table) is None
 
 
-def test_tokens_that_go_on_behind_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such tokens are never cut. If texts were cut before all spaces, the ids would differ."""
+def test_tokens_with_spaces_inside_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If texts were cut before all spaces, the ids would differ."""
     raw, pipeline, table = raw_of(train_across_spaces(), monkeypatch)
     assert any(b" " in data.strip(b" ") for data in table)
     assert_as_in_tokenizers(Counted(raw, pipeline, table))
@@ -237,11 +222,11 @@ def test_tokens_that_go_on_behind_spaces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("pattern", READ_OTHERWISE)
-def test_patterns_that_are_read_otherwise(pattern: str) -> None:
+def test_unsupported_patterns(pattern: str) -> None:
     assert words.cut_by(pattern) is None
 
 
-def test_cuts_are_all_of_the_text() -> None:
+def test_cuts_cover_the_text() -> None:
     cut = words.cut_by(r"\p{Lu}\p{Ll}+")
     assert cut is not None
     assert cut("aBc- DeF") == ["a", "Bc", "- ", "De", "F"]
@@ -260,8 +245,8 @@ def test_others_are_left_to_tokenizers(
     assert words.cut_of(raw.model, pipeline, table) is None
 
 
-def test_few_words_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache has a bound, and the words of a prompt are not cached."""
+def test_the_cache_of_words_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of a prompt are not cached."""
     monkeypatch.setattr(words, "MEMO_WORDS", 4)
     raw, pipeline, table = raw_of(train_byte_level(700), monkeypatch)
     counted = Counted(raw, pipeline, table)
@@ -271,7 +256,7 @@ def test_few_words_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted.left == 1
 
 
-def test_words_that_come_again_are_looked_up(
+def test_repeated_words_are_cached(
     backends: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw, pipeline, table = raw_of(backends["byte-level"], monkeypatch)
