@@ -89,10 +89,7 @@ FAULTS = [
         f"{PACKAGE}/verify/rules.py",
         "(drafts.accept_noise() * mass < target)",
         "(drafts.accept_noise() * mass < 2 * target)",
-        (
-            "verify/test_rules.py::test_law_of_a_batch[token]",
-            f"{SAMPLES}[tli-token-drafter]",
-        ),
+        ("verify/test_rules.py::test_law_of_a_batch[token]", f"{SAMPLES}[tli-token-drafter]"),
     ),
     Fault(
         LAW,

@@ -109,10 +109,7 @@ def test_figures_of_a_comparison(folder: str, answers: Answers, capsys: Out) -> 
 
 
 def test_table_of_a_comparison(
-    folder: str,
-    answers: Answers,
-    capsys: Out,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: str, answers: Answers, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = compared(folder, capsys)
     for expected in ("yes: 2 of 2", "2.00x", "2.50", "no_blocks 7", "abc"):

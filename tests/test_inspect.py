@@ -42,10 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(
-    folder: Path,
-    tokenizer: Tokenizer,
-    config: Mapping[str, Any] = {"eos_token": END},
-    **files: Any,
+    folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any] = {"eos_token": END}, **files: Any
 ) -> str:
     """Write a model folder without weights; `files` are more JSON files by name."""
     folder.mkdir()

@@ -69,10 +69,7 @@ def test_a_suite_is_measured_and_reported(write: Write, fakes: Fakes, capsys: Ou
 
 
 def test_weights_are_fetched_before_any_engine_starts(
-    write: Write,
-    fakes: Fakes,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Out,
+    write: Write, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """Only weights to be measured are fetched; missing ones are refused."""
     fetched: list[str] = []

@@ -64,7 +64,7 @@ def test_the_other_tables(tmp_path: Path) -> None:
     text = markdown(contents, rows_of(contents))
     assert table_lines(text, "Speculation") == [
         "| code | big | slem | small | 4 | 0 | 1 | 12 | 36 | 30 | 18 | 0.75 0.50 0.25 "
-        "| 0.75 | 1.50 | 3.00 | 0.38 | no_blocks 6 |",
+        "| 0.75 | 1.50 | 3.00 | 0.38 | no_blocks 6 |"
     ]
     latency = table_lines(text, "Latency")[1]
     assert latency.endswith(

@@ -15,10 +15,7 @@ from vllm_hetero_spec.trees.values import TREE_PARTS, TreeValues
 
 LONGEST = 8
 GOOD, FAIR, USELESS = Text(0.95, 0.5), Text(0.9, 0.3, 0.5), Text(0.02, 0.01, 0.5)
-TARGETS = {
-    "gpu": lambda rows: max(0.030, 0.0015 * rows),
-    "cpu": lambda rows: 0.020 + 0.005 * rows,
-}
+TARGETS = {"gpu": lambda rows: max(0.030, 0.0015 * rows), "cpu": lambda rows: 0.020 + 0.005 * rows}
 
 
 def machine(target: str) -> Machine:

@@ -11,15 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from simulated_drafts import DraftStream, Text, WholeDrafts
-from simulation import (
-    Clock,
-    Machine,
-    Outcome,
-    Phase,
-    Seconds,
-    run,
-    static_rate,
-)
+from simulation import Clock, Machine, Outcome, Phase, Seconds, run, static_rate
 
 from vllm_hetero_spec.lookahead.acceptance import Observation
 from vllm_hetero_spec.lookahead.controllers import Fixed

@@ -9,15 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 from simulated_drafts import DraftStream, Text, confidence_rule, survival_rule
-from simulation import (
-    Clock,
-    Machine,
-    Outcome,
-    Phase,
-    run,
-    static_rate,
-    stopped_rate,
-)
+from simulation import Clock, Machine, Outcome, Phase, run, static_rate, stopped_rate
 
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel

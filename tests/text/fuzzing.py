@@ -329,10 +329,7 @@ def fuzz(checker: Checker, count: int, *, start: int = 0) -> Counts:
 
 
 def _chunk(
-    check: Callable[[Case], None],
-    pairs: Sequence[tuple[str, str]],
-    count: int,
-    run_seed: int,
+    check: Callable[[Case], None], pairs: Sequence[tuple[str, str]], count: int, run_seed: int
 ) -> None:
     @seed(run_seed)
     @settings(

@@ -83,9 +83,7 @@ def test_only_the_end_of_a_long_prompt_is_encoded(
     assert len(bounded.ids) <= 101
 
 
-def test_a_bounded_context_begins_with_a_line(
-    family: Family,
-) -> None:
+def test_a_bounded_context_begins_with_a_line(family: Family) -> None:
     target, drafter = family["sentencepiece"], family["byte-level"]
     context = make_bridge(target, drafter).open(200)
     starts = set()

@@ -65,10 +65,7 @@ def ids_of(tokenizer: TextTokenizer, parts: Sequence[str], *, behind: bool) -> l
 @quick
 @given(first=texts, rest=st.lists(st.tuples(st.sampled_from(SHARED), texts), max_size=4))
 def test_drafted_control_tokens_are_translated(
-    chatty: Family,
-    names: tuple[str, str],
-    first: str,
-    rest: list[tuple[str, str]],
+    chatty: Family, names: tuple[str, str], first: str, rest: list[tuple[str, str]]
 ) -> None:
     target, drafter = (chatty[name] for name in names)
     bridge = make_bridge(target, drafter)
@@ -170,9 +167,7 @@ def test_an_unnamed_id_of_equal_tokenizers() -> None:
     assert bridge.to_target([bridge.open()], [[2, 1, 0]], [9]) == [[2, 1, 0]]
 
 
-def test_no_control_token_inside_a_character(
-    chatty: Family,
-) -> None:
+def test_no_control_token_inside_a_character(chatty: Family) -> None:
     target, drafter = chatty["byte-level"], chatty["sentencepiece"]
     bridge = make_bridge(target, drafter)
     marker, own = (

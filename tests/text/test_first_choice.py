@@ -69,9 +69,7 @@ def test_rejected_candidates_are_joined_by_the_target(
     assert turned_down > 20
 
 
-def test_first_choice_is_not_joined_to_the_last_token(
-    family: Family,
-) -> None:
+def test_first_choice_is_not_joined_to_the_last_token(family: Family) -> None:
     """A target that ended a token after half a word does not continue with the other half."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
@@ -100,9 +98,7 @@ def test_first_choice_is_not_joined_to_the_last_token(
     assert not bridge.may_follow(context, longer, len(drafter.token_bytes[longer]) - len(rest))
 
 
-def test_first_choice_is_the_space_of_the_next_word(
-    family: Family,
-) -> None:
+def test_first_choice_is_the_space_of_the_next_word(family: Family) -> None:
     """After an indentation, the target continues with a word and the space before it."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
@@ -115,9 +111,7 @@ def test_first_choice_is_the_space_of_the_next_word(
     assert bridge.first_choice(context, [bracket, space]).id == space
 
 
-def test_first_choice_completes_a_character(
-    family: Family,
-) -> None:
+def test_first_choice_completes_a_character(family: Family) -> None:
     target, drafter = family["byte-level"], family["sentencepiece"]
     bridge = make_bridge(target, drafter, mode="text")
     context = opened(bridge, [target.byte_ids[byte] for byte in "é".encode()[:1]])
@@ -126,9 +120,7 @@ def test_first_choice_completes_a_character(
     assert bridge.first_choice(context, [wrong, right]).id == right
 
 
-def test_first_choice_of_equal_tokenizers(
-    family: Family,
-) -> None:
+def test_first_choice_of_equal_tokenizers(family: Family) -> None:
     tokenizer = family["byte-level"]
     for mode in ("text", "identity"):
         bridge = make_bridge(tokenizer, tokenizer, mode=mode)

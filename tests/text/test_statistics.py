@@ -55,10 +55,7 @@ def strings(shared: Path, name: str) -> set[str]:
 
 @pytest.mark.parametrize(("pair", "sizes"), PUBLISHED.items(), ids=map("/".join, PUBLISHED))
 def test_common_tokens_of_published_pairs(
-    real: Family,
-    shared: Path,
-    pair: tuple[str, str],
-    sizes: tuple[int, int, int],
+    real: Family, shared: Path, pair: tuple[str, str], sizes: tuple[int, int, int]
 ) -> None:
     target, drafter = (real[name] for name in pair)
     overlap = measure_overlap(target, drafter, *(strings(shared, name) for name in pair))
@@ -83,10 +80,7 @@ def test_ids_by_kind(family: Family, name: str) -> None:
 def test_readings_of_the_intersection(family: Family) -> None:
     target, drafter = family["sentencepiece"], family["byte-level"]
     overlap = measure_overlap(
-        target,
-        drafter,
-        ["▁the", "▁▁", "▁", "a▁b", "x"],
-        ["Ġthe", "ĠĠ", "Ġ", "aĠb", "x"],
+        target, drafter, ["▁the", "▁▁", "▁", "a▁b", "x"], ["Ġthe", "ĠĠ", "Ġ", "aĠb", "x"]
     )
     assert overlap.get_vocab == 1
     assert overlap.space_normalised == 4  # a mark inside a token is not normalized
@@ -197,9 +191,7 @@ def test_the_builtin_text_is_of_many_kinds() -> None:
         assert re.search(script, CALIBRATION_TEXT)
 
 
-def test_composing_characters_is_not_lossy(
-    family: Family,
-) -> None:
+def test_composing_characters_is_not_lossy(family: Family) -> None:
     documents = documents_of(CALIBRATION_TEXT)
     found = measure(family["byte-level"], family["byte-level-nfc"], *documents)
     assert found.drafter_failures == 1

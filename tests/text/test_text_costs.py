@@ -11,11 +11,7 @@ from vllm_hetero_spec.text.retokenization import TextContext
 
 
 @pytest.fixture
-def normalised(
-    variants: Family,
-    family: Family,
-    monkeypatch: pytest.MonkeyPatch,
-) -> list[int]:
+def normalised(variants: Family, family: Family, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Length in characters of each text that a drafter of these tests normalizes."""
     lengths: list[int] = []
     for drafter in (family["byte-level-nfc"], variants["unigram-words"]):
@@ -66,11 +62,7 @@ def test_a_forced_cut_separates_the_whole_text(family: Family, marks: int) -> No
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("wordpiece", "\n" * 4000),
-        ("wordpiece", "ab" * 2000),
-        ("unigram", "ไทย" * 800),
-    ],
+    [("wordpiece", "\n" * 4000), ("wordpiece", "ab" * 2000), ("unigram", "ไทย" * 800)],
 )
 def test_text_of_few_drafter_ids_keeps_a_short_tail(
     variants: Family, family: Family, name: str, text: str

@@ -191,9 +191,7 @@ def test_text_is_never_proposed_as_special_tokens(family: Family) -> None:
     assert target.decode_bytes(draft) == b" <|endoftext|>"
 
 
-def test_an_eos_with_text_is_proposed_by_role_only(
-    family: Family,
-) -> None:
+def test_an_eos_with_text_is_proposed_by_role_only(family: Family) -> None:
     """Phi-3 lists </s> among its ordinary added tokens."""
     target, drafter = family["byte-level"], family["sentencepiece"]
     (think,) = target.encode("<think>")

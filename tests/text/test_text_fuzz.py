@@ -79,9 +79,7 @@ def trained(family: Family, variants: Family, by_class: TextTokenizer) -> Family
 
 @pytest.fixture(scope="session")
 def everything(
-    trained: Family,
-    request: pytest.FixtureRequest,
-    shared_or_none: Path | None,
+    trained: Family, request: pytest.FixtureRequest, shared_or_none: Path | None
 ) -> Mapping[str, TextTokenizer]:
     """All available tokenizers: trained ones, real ones, and those of mistral_common."""
     loaders: dict[str, Callable[[], TextTokenizer]] = {

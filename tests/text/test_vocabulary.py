@@ -113,9 +113,7 @@ def test_a_common_token_is_not_split() -> None:
     assert rows_of(build_maps(target, toy([b"abb", b"ab"]))) == [[2], [0, 1]]
 
 
-def test_text_the_normaliser_rewrites_is_spelled_bytewise(
-    family: Family,
-) -> None:
+def test_text_the_normaliser_rewrites_is_spelled_bytewise(family: Family) -> None:
     target = family["byte-level-nfc"]
     accented = "e\u0301"
     assert (

@@ -122,11 +122,7 @@ def correction_from_p(p: Callable, c: Path, children: Callable, chance: Chance) 
 
 @pytest.mark.parametrize(
     "step",
-    [
-        looked_up(law_not_told),
-        looked_up(unlikely_dropped),
-        looked_up(one_drawn, correction_from_p),
-    ],
+    [looked_up(law_not_told), looked_up(unlikely_dropped), looked_up(one_drawn, correction_from_p)],
     ids=["law_not_told", "unlikely_dropped", "correction_from_p"],
 )
 def test_biased_relatives_are_caught(step: Step) -> None:

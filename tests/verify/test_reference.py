@@ -14,15 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 from reference import Pair, Proposal, Stream
-from toy_worlds import (
-    LETTERS,
-    WORDS,
-    FaithfulWorld,
-    World,
-    longest_match,
-    total_variation,
-    worlds,
-)
+from toy_worlds import LETTERS, WORDS, FaithfulWorld, World, longest_match, total_variation, worlds
 
 EXACT = 1e-10
 WRONG = 0.01  # total variation that a known-wrong rule must exceed
