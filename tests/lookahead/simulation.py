@@ -14,6 +14,7 @@ import numpy as np
 from simulated_drafts import DraftStream, SimulatedDrafts, Text
 
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
+from vllm_hetero_spec.lookahead.costs import CostModel
 
 Seconds = Callable[[int], float]  # by number of rows or requests
 
@@ -57,6 +58,15 @@ class Machine:
         if not self.buckets:
             return len(lengths) + sum(lengths)
         return len(lengths) * (1 + next(bucket for bucket in self.buckets if bucket >= longest))
+
+
+def calibration(on: Machine, catch_up: float | None = None) -> CostModel:
+    """Return costs as start-up timing measures them: at powers of two."""
+    return CostModel(
+        target=[(2**i, on.target(2**i)) for i in range(9)],
+        drafter=[(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)],
+        catch_up=catch_up,
+    )
 
 
 @dataclass

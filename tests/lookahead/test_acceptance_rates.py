@@ -55,7 +55,7 @@ def test_counting_untested_positions_would_be_caught() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])
-def test_what_was_never_tested_is_as_the_position_before(rate: float) -> None:
+def test_untested_positions_are_like_the_one_before(rate: float) -> None:
     rates = learnt(200, np.full(4, rate), length=2).rates(False)
     assert rates == pytest.approx([rate] * 4, abs=0.15)
 
@@ -165,7 +165,7 @@ def test_calibrated_after_some_hundred_tests(text: Text) -> None:
     assert excess_loss(held_out, predicted) < 0.03
 
 
-def test_position_counts_where_it_matters() -> None:
+def test_rates_depend_on_the_position() -> None:
     """Later tokens are accepted less often than their confidence."""
     generator = np.random.default_rng(6)
     confidence = Confidence()
@@ -185,13 +185,12 @@ def test_extremes_and_single_tokens() -> None:
         for position in (0, 5, 63):
             alone = confidence.chance(value, position)
             assert 0 < alone < 1
-            assert confidence.predict(np.array([value]), np.array([position])) == pytest.approx(
-                alone, rel=1e-9
-            )
+            found = confidence.predict(np.array([value]), np.array([position]))
+            assert found == pytest.approx(alone, rel=1e-9)
     assert math.isnan(confidence.predict(np.array([np.nan]), np.array([0]))[0])
 
 
-def test_a_useless_drafter_that_is_sure_of_itself_is_found_out() -> None:
+def test_an_overconfident_drafter_is_detected() -> None:
     """Eight rejections in a row are enough."""
     confidence = Confidence()
     for _ in range(8):

@@ -29,6 +29,11 @@ def calibrated(
     )
 
 
+def goodput(costs: CostModel, longest: int = 6, **options: bool) -> tuple[Goodput, Clock]:
+    clock = Clock()
+    return Goodput(Estimates.of(costs, longest), clock=clock, **options), clock
+
+
 def good_drafts(controller: Goodput, clock: Clock, rounds: int, batch: int = 1) -> None:
     """Run rounds in which every token is accepted."""
     for _ in range(rounds):
@@ -67,13 +72,9 @@ def test_confidence_stop() -> None:
     assert controller.continue_drafting([[0.9, 0.5], [0.9, 0.3], []]) == [True, False, True]
 
 
-def test_steps_without_drafts_are_seen_however_much_drafts_seem_to_gain() -> None:
-    """Some steps have no drafts, but only a few.
-
-    Without them, a wrong estimate of the target alone would never be corrected.
-    """
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(), 8), clock=clock)
+def test_few_steps_have_no_drafts() -> None:
+    """Without such steps, a wrong estimate of the target alone would never be corrected."""
+    controller, clock = goodput(calibrated(), 8)
     good_drafts(controller, clock, 100)
     plain = 0
     for _ in range(2000):
@@ -82,9 +83,8 @@ def test_steps_without_drafts_are_seen_however_much_drafts_seem_to_gain() -> Non
     assert 1 <= plain <= 20
 
 
-def test_limits_are_kept() -> None:
-    clock = Clock()
-    controller: Controller = Goodput(Estimates.of(calibrated(), 8), clock=clock)
+def test_limits_of_requests() -> None:
+    controller, _ = goodput(calibrated(), 8)
     plan = controller.plan(4, [8, 2, 0, 1])
     assert 2 <= plan.lookahead[0] <= 8
     assert plan.lookahead[1:] == (2, 0, 1)
@@ -98,8 +98,7 @@ def test_costs_first() -> None:
 
     The first step has no drafts, and the second one short drafts of few requests.
     """
-    clock = Clock()
-    controller = Goodput(Estimates.of(CostModel(), 6), clock=clock)
+    controller, clock = goodput(CostModel())
     assert controller.regime == "measuring"
     assert controller.plan(8, [6] * 8) == LookaheadPlan((0,) * 8)
     controller.observe_step(8, 8, 0.03)
@@ -117,13 +116,12 @@ def test_costs_first() -> None:
 
 def test_off_and_on() -> None:
     """A drafter as slow as the target is not used. A fast one drafts the whole lookahead."""
-    clock = Clock()
-    slow = Goodput(Estimates.of(calibrated(drafter=0.03), 6), clock=clock)
+    slow, _ = goodput(calibrated(drafter=0.03))
     slow.plan(1, [6])
     assert slow.regime == "target alone"
     assert slow.off
     assert slow.gauges().lookahead == 0
-    fast = Goodput(Estimates.of(calibrated(), 6), clock=clock)
+    fast, clock = goodput(calibrated())
     good_drafts(fast, clock, 40)
     gauges = fast.gauges()
     assert fast.regime == "drafting"
@@ -136,23 +134,21 @@ def test_off_and_on() -> None:
     assert gauges.acceptance[0] > 0.8
 
 
-def test_a_new_batch_size_is_known_at_once() -> None:
+def test_a_new_batch_size_is_considered_at_once() -> None:
     """Rows are free for few requests and expensive for many. The regime changes in one step."""
     costs = CostModel(
         target=[(n, max(0.03, 0.003 * n)) for n in SIZES], drafter=[(n, 0.002) for n in SIZES]
     )
-    clock = Clock()
-    controller = Goodput(Estimates.of(costs, 4), clock=clock)
+    controller, clock = goodput(costs, 4)
     good_drafts(controller, clock, 20)
     for batch, off in ((32, True), (1, False), (32, True), (2, False)):
         controller.plan(batch, [4] * batch)
         assert controller.off == off
 
 
-def test_drafts_that_fall_short_count_for_what_they_are() -> None:
+def test_drafts_shorter_than_planned() -> None:
     """The drafter always ends after two tokens, so a longer lookahead gains nothing."""
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(drafter=0.006), 6), clock=clock)
+    controller, clock = goodput(calibrated(drafter=0.006))
     deep = 0
     for _ in range(300):
         wanted = max(controller.plan(1, [6]).lookahead)
@@ -167,18 +163,17 @@ def test_drafts_that_fall_short_count_for_what_they_are() -> None:
     assert deep < 60
 
 
-def test_a_costly_catch_up_is_weighed() -> None:
+def test_a_costly_catch_up() -> None:
     """A request with a long unread context gets no draft if its catch-up costs too much."""
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-3), 4), clock=clock)
+    controller, clock = goodput(calibrated(drafter=0.018, catch_up=1e-3), 4)
     good_drafts(controller, clock, 30, batch=4)
     assert not controller.off
     near = controller.plan(4, [4] * 4, [2, 2, 2, 2])
     assert min(near.lookahead) > 0
-    cheap = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-7), 4), clock=clock)
+    cheap, clock = goodput(calibrated(drafter=0.018, catch_up=1e-7), 4)
     good_drafts(cheap, clock, 30, batch=4)
     assert min(cheap.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead) > 0
-    dear = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=0.1), 4), clock=clock)
+    dear, clock = goodput(calibrated(drafter=0.018, catch_up=0.1), 4)
     good_drafts(dear, clock, 30, batch=4)
     assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[2] == 0
     assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[0] > 0
@@ -186,8 +181,7 @@ def test_a_costly_catch_up_is_weighed() -> None:
 
 def test_a_catch_up_pays_by_the_tokens_that_are_left() -> None:
     """A context of 1,000 tokens is read for a long output, and not for a short one."""
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(drafter=0.018, catch_up=1e-3), 4), clock=clock)
+    controller, clock = goodput(calibrated(drafter=0.018, catch_up=1e-3), 4)
     good_drafts(controller, clock, 30, batch=4)
     unread = [2, 2, 1000, 2]
     assert min(controller.plan(4, [4] * 4, unread, left=[5000] * 4).lookahead) > 0
@@ -196,16 +190,14 @@ def test_a_catch_up_pays_by_the_tokens_that_are_left() -> None:
 
 
 def test_rows_without_a_price_are_all_verified() -> None:
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(), 6), clock=clock)
+    controller, clock = goodput(calibrated())
     good_drafts(controller, clock, 40)
     controller.plan(3, [6] * 3)
     assert controller.trim([[0.01, 0.01], [0.5] * 3, []]) == [2, 3, 0]
 
 
 def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(drafter=1e-4, row=0.01), 6), clock=clock)
+    controller, _ = goodput(calibrated(drafter=1e-4, row=0.01))
     for _ in range(50):
         for rows in range(2, 14):
             controller.observe_step(2, rows, 0.03 + 0.01 * rows)
@@ -213,17 +205,12 @@ def test_rows_with_a_price_are_given_to_the_likeliest() -> None:
         controller.observe_acceptance(4, 4, [0.99] * 4, 4)
         controller.observe_acceptance(4, 0, [0.02] * 4, 4)
     controller.plan(2, [6, 6])
-    sure, doubtful = controller.trim([[0.99] * 4, [0.02] * 4])
-    assert sure == 4
-    assert doubtful == 0
+    assert controller.trim([[0.99] * 4, [0.02] * 4]) == [4, 0]
 
 
 def test_between_drafter_steps() -> None:
     """Drafting continues only after likely tokens, and never beyond the longest draft."""
-    clock = Clock()
-    controller = Goodput(
-        Estimates.of(calibrated(drafter=0.01), 6), can_stop_early=True, clock=clock
-    )
+    controller, _ = goodput(calibrated(drafter=0.01), can_stop_early=True)
     for seen, accepted in ((0.95, True), (0.05, False)) * 150:
         controller.plan(1, [6])
         controller.observe_acceptance(1, int(accepted), [seen])
@@ -236,10 +223,9 @@ def test_between_drafter_steps() -> None:
     assert controller.continue_drafting([[]]) == [False]
 
 
-def test_confidences_may_be_unknown() -> None:
+def test_missing_confidences() -> None:
     """If confidences are missing or NaN, the acceptance rates of positions are used."""
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(), 6), clock=clock)
+    controller, clock = goodput(calibrated())
     for _ in range(100):
         length = max(controller.plan(1, [6]).lookahead)
         if length:
@@ -252,10 +238,9 @@ def test_confidences_may_be_unknown() -> None:
     assert max(controller.plan(1, [6]).lookahead) > 0
 
 
-def test_greedy_and_random_requests_are_told_apart() -> None:
+def test_greedy_and_random_requests_have_their_own_rates() -> None:
     """All drafts have the same confidence, but only those of greedy requests are accepted."""
-    clock = Clock()
-    controller = Goodput(Estimates.of(calibrated(drafter=1e-4, row=0.01), 6), clock=clock)
+    controller, clock = goodput(calibrated(drafter=1e-4, row=0.01))
     kinds = [False, True]
     for _ in range(50):
         for rows in range(2, 14):
@@ -272,9 +257,8 @@ def test_greedy_and_random_requests_are_told_apart() -> None:
 
 
 def test_nothing_breaks_without_observations() -> None:
-    clock = Clock()
     for costs in (CostModel(), calibrated(), calibrated(drafter=0.1)):
-        controller = Goodput(Estimates.of(costs, 4), clock=clock)
+        controller, clock = goodput(costs, 4)
         for _ in range(200):
             plan = controller.plan(3, [4, 4, 4])
             assert len(plan.lookahead) == 3

@@ -32,7 +32,7 @@ def test_calibrated_points_are_met_and_lines_between_them_straight() -> None:
         assert curve.seconds(rows) == pytest.approx(affine(rows), rel=1e-6)
 
 
-def test_beyond_the_calibration_the_line_goes_on() -> None:
+def test_extrapolation_is_linear() -> None:
     curve = CostTable([(8, affine(8)), (16, affine(16))])
     for rows in (32, 64, 256, 1024, 1792, 4000):
         assert curve.seconds(rows) == pytest.approx(affine(rows), rel=1e-6)
@@ -45,7 +45,7 @@ samples = st.lists(
 
 
 @given(calibration=samples, live=samples)
-def test_rises_with_rows_and_batch_whatever_was_measured(calibration: list, live: list) -> None:
+def test_costs_never_fall_with_rows_or_batch(calibration: list, live: list) -> None:
     model = CostModel(
         target=[(size, seconds) for size, seconds, kind in calibration if kind == 0],
         verify=[(size, seconds) for size, seconds, kind in calibration if kind == 1],
@@ -87,8 +87,8 @@ def test_one_measurement_gives_everything_a_scale() -> None:
         assert 0.05 <= model.target(4, rows) < 0.15
 
 
-def test_a_pause_is_no_news() -> None:
-    """One step of 20 times the usual time, such as a pause or a prefill, changes little."""
+def test_a_pause_changes_little() -> None:
+    """One step takes 20 times the usual time, as for a prefill."""
     curve = CostTable(points(ridge))
     for _ in range(20):
         curve.observe(8, ridge(8))
@@ -111,7 +111,7 @@ def test_a_lasting_change_is_followed_within_ten_measurements(factor: float) -> 
     assert curve.seconds(8) == pytest.approx(factor * ridge(8), rel=0.12)
 
 
-def test_a_cold_first_step_is_not_believed() -> None:
+def test_a_slow_first_step_is_ignored() -> None:
     """It counts only if nothing else is known, or if it was fast."""
     costs = CostModel(target=points(affine))
     costs.observe_target(1, 3, 3 * affine(3))
@@ -126,7 +126,7 @@ def test_a_cold_first_step_is_not_believed() -> None:
     assert unknown.knows_target
 
 
-def test_calibrated_neighbours_are_scaled_by_what_is_seen() -> None:
+def test_calibrated_neighbours_are_scaled() -> None:
     """If a measured size is slower than in the calibration, the other sizes are scaled, too."""
     model = CostModel(target=points(affine))
     for _ in range(30):
@@ -136,7 +136,7 @@ def test_calibrated_neighbours_are_scaled_by_what_is_seen() -> None:
         assert model.target(4, rows) == pytest.approx(1.5 * affine(rows), rel=0.15)
 
 
-def test_plain_and_verifying_steps_are_told_apart() -> None:
+def test_plain_and_verifying_steps_have_their_own_costs() -> None:
     """With the same number of rows, a step that verifies drafts costs 30 % more."""
     model = CostModel(target=points(affine))
     for _ in range(40):
@@ -188,7 +188,7 @@ def test_a_round_of_drafting() -> None:
     assert model.drafter(2) == pytest.approx(0.004, rel=0.05)
 
 
-def test_long_catch_ups_do_not_pass_for_slow_steps() -> None:
+def test_long_catch_ups_are_no_steps() -> None:
     """If the first round reads a whole prompt, it gives no cost of a step."""
     model = CostModel()
     model.observe_drafting(1, 2, 1.0, fed=2000)

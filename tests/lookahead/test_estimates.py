@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from simulated_drafts import Text
-from simulation import Clock, Machine, Outcome, Phase, run
+from simulation import Clock, Machine, Outcome, Phase, calibration, run
 
-from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.trees.values import TREE_PARTS, TreeValues
@@ -24,9 +23,7 @@ def machine(target: str) -> Machine:
 
 
 def calibrated(on: Machine) -> Estimates:
-    target = [(2**i, on.target(2**i)) for i in range(9)]
-    costs = CostModel(target, [(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)])
-    return Estimates.of(costs, LONGEST)
+    return Estimates.of(calibration(on), LONGEST)
 
 
 def kept(known: Estimates) -> Estimates:
@@ -42,7 +39,7 @@ def serve(known: Estimates, phase: Phase, seed: int = 0) -> tuple[Outcome, Goodp
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("text", [GOOD, FAIR, USELESS], ids=["good", "fair", "useless"])
-def test_it_begins_with_the_lookahead_that_the_last_one_ended_with(target: str, text: Text) -> None:
+def test_a_later_run_begins_with_the_last_lookahead(target: str, text: Text) -> None:
     on = machine(target)
     for batch in (1, 4, 16):
         known = calibrated(on)
@@ -71,7 +68,7 @@ def test_a_short_load_is_served_as_a_long_one(batch: int) -> None:
             assert min(run.speedup for run in rates) > 0.97
 
 
-def test_other_text_is_learnt_anew() -> None:
+def test_other_text_is_learned_again() -> None:
     """New observations outweigh thousands of earlier drafts within seconds."""
     on = machine("gpu")
     for before, after, limit in ((GOOD, USELESS, 3.0), (USELESS, GOOD, 10.0)):
@@ -133,7 +130,7 @@ def spoilt(path: str, value: Any) -> dict[str, Any]:
         ("trees.race.nodes", None),
     ],
 )
-def test_what_is_spoilt_is_refused(path: str, value: Any) -> None:
+def test_invalid_data_is_refused(path: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         Estimates.from_dict(spoilt(path, value), LONGEST, TREE_PARTS)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from simulated_drafts import DraftStream, Text, WholeDrafts
-from simulation import Clock, Machine, Outcome, Phase, Seconds, run, static_rate
+from simulation import Clock, Machine, Outcome, Phase, Seconds, calibration, run, static_rate
 
 from vllm_hetero_spec.lookahead.acceptance import Observation
 from vllm_hetero_spec.lookahead.controllers import Fixed
@@ -43,18 +43,23 @@ def machine(target: Seconds, drafter: float) -> Machine:
     )
 
 
-def calibration(on: Machine) -> CostModel:
-    """Return costs as start-up timing measures them: at powers of two."""
-    return CostModel(
-        target=[(2**i, on.target(2**i)) for i in range(9)],
-        drafter=[(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)],
-    )
+def serve(
+    *phases: Phase,
+    costs: CostModel | None = None,
+    seed: int = 0,
+    longest: int = LONGEST,
+    early: bool = False,
+) -> tuple[Outcome, Goodput]:
+    """Serve a load with `goodput`, which may end drafts `early`."""
+    known, clock = Estimates.of(costs or CostModel(), longest), Clock()
+    controller = Goodput(known, can_stop_early=early, clock=clock)
+    ours = run(controller, clock, phases, limit=longest, seed=seed, can_stop_early=early)
+    return ours, controller
 
 
-def serve(*phases: Phase, costs: CostModel | None = None, seed: int = 0) -> tuple[Outcome, Goodput]:
-    clock = Clock()
-    controller = Goodput(Estimates.of(costs or CostModel(), LONGEST), clock=clock)
-    return run(controller, clock, phases, limit=LONGEST, seed=seed), controller
+def fixed_rate(phase: Phase, lookahead: int, seed: int, longest: int = LONGEST) -> float:
+    """Return the rate of a fixed lookahead with the drafts that `serve` uses."""
+    return run(Fixed(lookahead), Clock(), [phase], limit=longest, seed=seed).rate
 
 
 def best_fixed(on: Machine, text: Text, batch: int) -> int:
@@ -80,9 +85,7 @@ def test_never_slower_and_as_fast_as_the_best_fixed(
         assert len(ours.switches) <= 6, batch
         best = best_fixed(on, text, batch)
         if static_rate(text, on, batch, best) > 1.1 * static_rate(text, on, batch, 0):
-            # The fixed lookahead uses the same drafts.
-            fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=batch)
-            assert ours.rate > LOW * fixed.rate, batch
+            assert ours.rate > LOW * fixed_rate(phase, best, batch), batch
 
 
 @pytest.mark.parametrize("text", [USELESS, GOOD], ids=["useless", "good"])
@@ -90,18 +93,18 @@ def test_without_calibration(text: Text) -> None:
     """All costs are learnt from the first steps."""
     on = machine(TARGETS["gpu"], 0.08)
     for batch in (1, 8, 32):
-        ours, controller = serve(Phase(batch, 10.0, text, on), seed=batch)
+        phase = Phase(batch, 10.0, text, on)
+        ours, controller = serve(phase, seed=batch)
         assert ours.speedup > LOW, batch
         assert controller.off == (text is USELESS)
         best = best_fixed(on, text, batch)
-        fixed = run(Fixed(best), Clock(), [Phase(batch, 10.0, text, on)], limit=LONGEST, seed=batch)
-        assert ours.rate > 0.96 * fixed.rate, batch
+        assert ours.rate > 0.96 * fixed_rate(phase, best, batch), batch
 
 
 @pytest.mark.parametrize("batch", [8, 64, 128])
 @pytest.mark.parametrize("rate", [0.6, 0.7, 0.8, 0.9])
-def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
-    """Drafts are padded, so a draft of one token costs as much as one of three."""
+def test_padded_drafts(batch: int, rate: float) -> None:
+    """A draft of one token costs as much as one of three."""
     on = Machine(  # about an 8B model on a GPU; compute-bound from 90 rows on
         target=lambda rows: 6.5e-3 + max(5e-6 * rows, 27e-6 * rows - 2e-3),
         drafter=lambda requests: 1.2e-3 + 3e-6 * requests,
@@ -118,11 +121,8 @@ def test_drafts_that_are_filled_up(batch: int, rate: float) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
-    """Drafting continues although the first round costs many steps of the target.
-
-    It reads the prompt, and its first tokens may be rejected.
-    """
+def test_drafting_continues_after_an_expensive_first_round(batch: int) -> None:
+    """The first round reads the prompt, and its first tokens may be rejected."""
     on = Machine(
         target=lambda rows: 0.005,
         drafter=lambda batch: 0.0018,
@@ -134,9 +134,7 @@ def test_a_quick_target_is_drafted_for_beyond_a_first_round(batch: int) -> None:
     phase = Phase(batch, 0.6, Text(0.95, 0.5, 0.8), on, prompt=80)
     for seed in range(12):
         costs = CostModel(target=[(1, 0.006), (64, 0.006)], drafter=[(1, 0.0016)], catch_up=1e-4)
-        clock = Clock()
-        controller = Goodput(Estimates.of(costs, 5), clock=clock)
-        ours = run(controller, clock, [phase], limit=5, seed=seed)
+        ours, _ = serve(phase, costs=costs, seed=seed, longest=5)
         assert ours.speedup > 1.1, seed
 
 
@@ -147,14 +145,13 @@ def test_a_machine_that_works_in_tiles() -> None:
     best = best_fixed(on, phase.text, phase.batch)
     shares = []
     for seed in range(3):
-        fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
         ours, _ = serve(phase, costs=calibration(on), seed=seed)
-        shares.append(ours.rate / fixed.rate)
+        shares.append(ours.rate / fixed_rate(phase, best, seed))
     assert sum(shares) / 3 > LOW
 
 
 @pytest.mark.parametrize("batch", [8, 16])
-def test_rows_that_cost_more_than_those_that_were_timed(batch: int) -> None:
+def test_more_rows_than_were_timed(batch: int) -> None:
     """Start-up timing ends at six rows. More rows cost more, so that drafts lose time."""
     on = machine(lambda rows: max(0.1, 0.0125 * rows), 0.08)
     sizes = (1, 2, 3, 4, 6)
@@ -168,7 +165,7 @@ def test_rows_that_cost_more_than_those_that_were_timed(batch: int) -> None:
         assert ours.alone - before.alone > LOW * (ours.seconds - before.seconds), seed
 
 
-def test_a_machine_that_wanders() -> None:
+def test_a_machine_of_changing_speed() -> None:
     """The speed of all steps changes by about 13 %, for about 0.2 s.
 
     Rows come in tiles, so that the lookaheads next to the best one are slower.
@@ -181,15 +178,14 @@ def test_a_machine_that_wanders() -> None:
     best = best_fixed(on, phase.text, phase.batch)
     shares, speedups = [], []
     for seed in range(8):
-        fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
         ours, _ = serve(phase, costs=calibration(on), seed=seed)
-        shares.append(ours.rate / fixed.rate)
+        shares.append(ours.rate / fixed_rate(phase, best, seed))
         speedups.append(ours.speedup)
     assert sum(shares) / len(shares) > LOW
     assert min(speedups) > LOW
 
 
-def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
+def test_slow_first_steps_of_a_shape_are_ignored() -> None:
     """Kernels are compiled for each new number of rows. Some numbers are always expensive."""
     dear = {1: 0.073, 2: 0.093, 3: 0.078, 4: 0.074}
     on = machine(lambda rows: dear.get(rows, 0.057 + 0.003 * rows), 0.06)
@@ -203,14 +199,11 @@ def test_a_first_step_of_a_shape_that_takes_long_means_nothing() -> None:
     best = best_fixed(on, text, 1)
     for seed in range(10):
         met.clear()
-        phase, clock = Phase(1, 10.0, text, on), Clock()
-        fixed = run(Fixed(best), Clock(), [phase], limit=LONGEST, seed=seed)
+        phase = Phase(1, 10.0, text, on)
+        fixed = fixed_rate(phase, best, seed)
         phase = replace(phase, machine=replace(on, target=cold))
-        controller = Goodput(
-            Estimates.of(calibration(on), LONGEST), can_stop_early=True, clock=clock
-        )
-        ours = run(controller, clock, [phase], limit=LONGEST, seed=seed, can_stop_early=True)
-        assert ours.rate > 0.8 * fixed.rate, seed
+        ours, _ = serve(phase, costs=calibration(on), seed=seed, early=True)
+        assert ours.rate > 0.8 * fixed, seed
 
 
 def test_drafts_of_one_token_do_not_hide_longer_ones() -> None:
@@ -232,11 +225,11 @@ def test_drafts_of_one_token_do_not_hide_longer_ones() -> None:
             known.acceptance.observe(draft, False)
             known.acceptance.learn()
         ours = run(Goodput(known, clock=clock), clock, [phase], limit=6, seed=seed)
-        fixed = max(run(Fixed(k), Clock(), [phase], limit=6, seed=seed).rate for k in range(1, 7))
+        fixed = max(fixed_rate(phase, k, seed, longest=6) for k in range(1, 7))
         assert ours.rate > LOW * fixed, (seed, ours.rate, fixed)
 
 
-def test_a_load_that_comes_and_goes_is_followed() -> None:
+def test_changes_of_the_load() -> None:
     """Drafting pays for 1 request and not for 32. Both changes are noticed within 2 s."""
     on = machine(TARGETS["small gpu"], 0.08)
     ours, _ = serve(
@@ -269,7 +262,7 @@ def test_a_drafter_that_becomes_useless_and_recovers(batch: int, useless: Text) 
 
 
 @pytest.mark.parametrize("target", ["gpu", "cpu"])
-def test_greedy_and_random_loads_in_turn(target: str) -> None:
+def test_alternating_greedy_and_random_loads(target: str) -> None:
     """Only greedy requests accept drafts.
 
     Each load begins with the regime in which the previous load of its kind ended.
@@ -310,7 +303,7 @@ def test_no_flapping_on_the_edge() -> None:
     assert len(ours.switches) <= 24
 
 
-def test_idle_time_is_not_saved_up_for_probes() -> None:
+def test_idle_time_does_not_pay_for_probes() -> None:
     """With bursts of one second, a minute apart, probes may lose a share of the bursts only."""
     prober, probes, lost = Prober(0.0), 0, 0.02
     for step in range(20 * 50):
@@ -322,14 +315,10 @@ def test_idle_time_is_not_saved_up_for_probes() -> None:
     assert 10 <= probes <= (0.1 + 0.01 * (20 + 20)) / lost
 
 
-def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
+def test_a_slow_drafter_does_not_read_the_prompts_at_once() -> None:
     """Even good drafts would not pay, and reading a prompt takes half a second."""
     on = replace(machine(TARGETS["cpu"], 1.0), catch_up=4e-3)
-    costs = CostModel(
-        target=[(2**i, on.target(2**i)) for i in range(9)],
-        drafter=[(batch, on.drafter(batch)) for batch in (1, 4, 16, 64)],
-        catch_up=on.catch_up,
-    )
+    costs = calibration(on, on.catch_up)
     for batch in (1, 8):
         controller = Goodput(Estimates.of(costs, LONGEST), clock=(clock := Clock()))
         seconds = on.target(batch)
@@ -340,7 +329,7 @@ def test_a_drafter_that_is_too_slow_does_not_read_the_prompts_at_once() -> None:
         assert 20.0 < clock.now < 120.0
 
 
-def test_probes_of_a_long_context_are_dear_and_rare() -> None:
+def test_probes_of_a_long_context_are_rare() -> None:
     """The cost of a probe includes its catch-up: hundreds of tokens at 1 ms each."""
     on = replace(machine(TARGETS["gpu"], 0.08), catch_up=1e-3)
     ours, _ = serve(Phase(1, 60.0, USELESS, on), costs=calibration(on))
@@ -349,7 +338,7 @@ def test_probes_of_a_long_context_are_dear_and_rare() -> None:
     assert ours.probing < 0.02 * ours.seconds
 
 
-def test_forecasts_are_made_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forecasts_are_made_outside_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the load is like the previous one, `plan` makes no forecast."""
     clock = Clock()
     controller = Goodput(Estimates.of(CostModel(), LONGEST), clock=clock)

@@ -85,7 +85,7 @@ def test_decided_before_the_draw_is_lossless(
     assert draft.verdicts == {True, False}, "the rule must have had something to decide"
 
 
-def test_stopping_behind_an_unlikely_token_is_lossless() -> None:
+def test_stopping_after_an_unlikely_token_is_lossless() -> None:
     """Hugging Face's rule depends on the sampled token, but keeps it."""
     draft = Trimmed(ConfidenceStop(0.3, 8), after_the_draw)
     for world in worlds(6):
@@ -105,10 +105,9 @@ CONTROLLERS = {"fixed": Fixed(6), "stop": ConfidenceStop(0.5, 6), "goodput": thr
 
 @given(data=st.data(), confidences=drafts)
 @pytest.mark.parametrize("name", CONTROLLERS)
-def test_a_token_is_in_or_out_whatever_comes_later(
+def test_later_tokens_do_not_change_a_decision(
     name: str, data: st.DataObject, confidences: list[list[float]]
 ) -> None:
-    """The decision about a token does not depend on later tokens of the same draft."""
     controller = CONTROLLERS[name]
     kinds = data.draw(st.lists(st.booleans(), min_size=len(confidences), max_size=len(confidences)))
     controller.plan(len(confidences), [6] * len(confidences), random=kinds)

@@ -77,7 +77,7 @@ def test_forecasts_are_replays(row: float, batch: int, kinds: list[bool], drafts
     assert found.alone == pytest.approx(batch / known.costs.target(batch, batch))
 
 
-def test_a_policy_asks_the_curve_of_costs() -> None:
+def test_a_policy_uses_the_cost_curve() -> None:
     known = known_of(0.004, 20)
     for rows in (4, 6, 9, 20, 23):
         known.costs.observe_target(4, rows, 0.05 + 0.002 * rows)

@@ -76,7 +76,7 @@ def test_the_controller_is_as_good_as_the_best_of_the_grid(name: str) -> None:
     assert controller.gauges().tokens_per_second == pytest.approx(ours.rate, rel=0.1)
 
 
-def test_simple_controllers_do_what_their_rules_say() -> None:
+def test_simple_controllers_follow_their_rules() -> None:
     """A run through the interface has the rate that is computed from its drafts."""
     text = TEXTS["mixed"]
     ours = drive(ConfidenceStop(0.5, DEPTH), Clock(), text, 2000.0)

@@ -83,17 +83,9 @@ def noticed_by(number: Number, factor: float) -> str:
         shutil.copy(REPO / "pyproject.toml", folder)
         file = Path(folder, number.file.relative_to(REPO))
         file.write_text(number.changed(file.read_text(encoding="utf-8"), factor), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2"]
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-n",
-                "2",
-                *TESTS[number.file.parent.name],
-            ],
+            [*command, *TESTS[number.file.parent.name]],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": folder},
             capture_output=True,
