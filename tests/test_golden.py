@@ -7,7 +7,7 @@ HETERO_SPEC_GOLDEN=write rewrites the files. Review the difference before you co
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +25,7 @@ from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
 
+Prints = Callable[..., None]
 GOLDEN = Path(__file__).parent / "golden"
 # Users have results of this suite from earlier versions. `bench` must not measure them again.
 SUITE = """\
@@ -85,6 +86,17 @@ def model(folder: Path, merges: str, special: Sequence[str]) -> str:
 
 
 @pytest.fixture
+def prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Prints:
+    """A function that runs a command line and compares its output with a golden file."""
+
+    def run(name: str, *arguments: str, code: int = 0) -> None:
+        assert main(list(arguments)) == code
+        agrees(name, capsys.readouterr().out, tmp_path)
+
+    return run
+
+
+@pytest.fixture
 def pair(tmp_path: Path) -> list[str]:
     ends = ("<|end|>", "<|user|>", "<|pad|>")
     return [
@@ -97,18 +109,17 @@ def pair(tmp_path: Path) -> list[str]:
 
 
 def test_a_report_of_stored_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prints: Prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The results contain two sessions with failures, peers, drafter settings and skipped cells."""
     monkeypatch.setattr(bench, "_can_plot", lambda progress: False)
     shutil.copy(GOLDEN / "results.jsonl", tmp_path)
-    assert main(["bench", "--report", str(tmp_path)]) == 0
-    agrees("bench.txt", capsys.readouterr().out, tmp_path)
+    prints("bench.txt", "bench", "--report", str(tmp_path))
     agrees("results.md", (tmp_path / "results.md").read_text(), tmp_path)
     agrees("summary.json", (tmp_path / "summary.json").read_text(), tmp_path)
 
 
-def test_what_is_measured_has_the_digest_of_earlier_versions(tmp_path: Path) -> None:
+def test_the_digest_of_earlier_versions(tmp_path: Path) -> None:
     """With another digest, `bench` could not continue a folder of results."""
     file = tmp_path / "suite.yaml"
     file.write_text(SUITE)
@@ -152,6 +163,7 @@ def compared(
 def test_comparisons(
     pair: list[str],
     tmp_path: Path,
+    prints: Prints,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,8 +173,7 @@ def test_comparisons(
     printed = capsys.readouterr()
     agrees("compare.txt", printed.out, tmp_path)
     agrees("compare-progress.txt", printed.err, tmp_path)
-    assert main([*arguments, "--json"]) == 0
-    agrees("compare.json", capsys.readouterr().out, tmp_path)
+    prints("compare.json", *arguments, "--json")
 
 
 # ---- advise -------------------------------------------------------------------------------------
@@ -181,11 +192,7 @@ WORLDS: dict[str, dict[str, World]] = {
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_advice(
-    name: str,
-    pair: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, pair: list[str], tmp_path: Path, prints: Prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fakes = advice_fakes.Fakes({ALONE: World((10.0,)), **WORLDS[name]})
     monkeypatch.setattr(engines, "start", fakes.start)
@@ -195,57 +202,41 @@ def test_advice(
     arguments = ["advise", pair[0], *drafters, f"{tmp_path}/drafter", "--prompts", str(file)]
     arguments += ["--max-tokens", "13", "--batch-sizes", "4", "1"]
     code = 1 if name == "failed" else 0
-    assert main(arguments) == code
-    agrees(f"advise-{name}.txt", capsys.readouterr().out, tmp_path)
-    assert main([*arguments, "--json"]) == code
-    agrees(f"advise-{name}.json", capsys.readouterr().out, tmp_path)
+    prints(f"advise-{name}.txt", *arguments, code=code)
+    prints(f"advise-{name}.json", *arguments, "--json", code=code)
 
 
-def test_advice_without_a_measurement(
-    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["advise", *pair, "--statistics-only"]) == 0
-    agrees("advise-statistics.txt", capsys.readouterr().out, tmp_path)
+def test_advice_without_a_measurement(pair: list[str], prints: Prints) -> None:
+    prints("advise-statistics.txt", "advise", *pair, "--statistics-only")
 
 
 # ---- inspect ------------------------------------------------------------------------------------
 
 
 def test_inspected_tokenizers(
-    pair: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    pair: list[str], tmp_path: Path, prints: Prints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT, encoding="utf-8")
-    for option, name in (("--json", "inspect.json"), (None, "inspect.txt")):
-        options = ["--text", "text.txt", *([option] if option else [])]
-        assert main(["inspect", *pair, *options]) == 0
-        agrees(name, capsys.readouterr().out, tmp_path)
+    prints("inspect.json", "inspect", *pair, "--text", "text.txt", "--json")
+    prints("inspect.txt", "inspect", *pair, "--text", "text.txt")
 
 
 # ---- doctor -------------------------------------------------------------------------------------
 
 
-def test_findings_of_the_doctor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_findings_of_the_doctor(prints: Prints, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [
         Finding("versions", True, "torch [2]"),
         Finding("plugin", False, "vLLM does not see it", "install it"),
         Finding("hooks", False, "not applied"),
     ]
     monkeypatch.setattr(doctor, "examine", lambda *, run: iter(findings))
-    assert main(["doctor"]) == 1
-    agrees("doctor.txt", capsys.readouterr().out, tmp_path)
-    assert main(["doctor", "--json"]) == 1
-    agrees("doctor.json", capsys.readouterr().out, tmp_path)
+    prints("doctor.txt", "doctor", code=1)
+    prints("doctor.json", "doctor", "--json", code=1)
 
 
-def test_nodes_of_a_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_of_a_cluster(prints: Prints, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = {
         "vllm-hetero-spec": "0.2.0",
         "vLLM": "0.33.0",
@@ -256,7 +247,5 @@ def test_nodes_of_a_cluster(
     }
     nodes = {"a": sound, "b": sound | {"vLLM": "0.32.0", "drafter": None}, "c": "GoneError: [gone]"}
     monkeypatch.setattr(doctor, "ask_nodes", lambda drafter: nodes)
-    assert main(["doctor", "--ray", "org/small"]) == 1
-    agrees("doctor-ray.txt", capsys.readouterr().out, tmp_path)
-    assert main(["doctor", "--ray", "org/small", "--json"]) == 1
-    agrees("doctor-ray.json", capsys.readouterr().out, tmp_path)
+    prints("doctor-ray.txt", "doctor", "--ray", "org/small", code=1)
+    prints("doctor-ray.json", "doctor", "--ray", "org/small", "--json", code=1)
