@@ -21,8 +21,14 @@ from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.cli.nodes import COLUMNS, DRAFTER, KEY, PLUGIN, faults
 from vllm_hetero_spec.engine.compat.ledger import LEDGER
 
+Out = pytest.CaptureFixture[str]
 
-def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
+
+def found_by(check: str) -> Finding:
+    return next(finding for finding in health.examine(run=False) if finding.check == check)
+
+
+def test_a_sound_installation(capsys: Out) -> None:
     assert main(["doctor", "--no-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["good"]
@@ -47,8 +53,7 @@ def test_the_model_runner_is_named_with_its_reason(
     monkeypatch.setattr(importing, "HAS_TRITON", triton)
     if asked is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
-    (finding,) = (f for f in health.examine(run=False) if f.check == "model runner")
-    assert finding.found == said
+    assert found_by("model runner").found == said
 
 
 def wheel_of(folder: Path, version: str, changed: dict[str, tuple[str, str] | None]) -> Path:
@@ -72,7 +77,7 @@ def wheel_of(folder: Path, version: str, changed: dict[str, tuple[str, str] | No
     return wheel
 
 
-def test_a_wheel_with_all_symbols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wheel_with_all_symbols(tmp_path: Path, capsys: Out) -> None:
     from vllm.version import __version__ as version
 
     wheel = wheel_of(tmp_path, version, {})
@@ -104,9 +109,7 @@ def test_a_missing_vllm_is_one_finding_and_one_sentence(demo_pair: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-def test_changed_symbols_of_a_wheel_are_grouped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_symbols_of_a_wheel_are_grouped(tmp_path: Path, capsys: Out) -> None:
     changed = {
         "v1/sample/ops/topk_topp_sampler.py": ("def apply_top_k_top_p(", "def top_k_top_p("),
         "entrypoints/openai/completion/protocol.py": None,
@@ -133,13 +136,12 @@ def test_changed_symbols_of_a_wheel_are_grouped(
 
 
 def test_a_later_release_is_checked_as_the_newest_supported_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Out
 ) -> None:
     """0.33 moved a module, and a release after it does not have the rows of 0.32."""
     assert main(["doctor", "--wheel", str(wheel_of(tmp_path, "0.99.0", {})), "--json"]) == 1
-    symbols = [
-        s for group in json.loads(capsys.readouterr().out)["changes"] for s in group["symbols"]
-    ]
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    symbols = [symbol for group in changes for symbol in group["symbols"]]
     assert {symbol.partition(":")[0] for symbol in symbols} == {"v1/core/kv_cache_planning.py"}
 
 
@@ -152,10 +154,7 @@ def test_a_later_release_is_checked_as_the_newest_supported_one(
     ],
 )
 def test_other_files_are_refused(
-    content: bytes | dict[str, str] | None,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: bytes | dict[str, str] | None, said: str, tmp_path: Path, capsys: Out
 ) -> None:
     file = tmp_path / "vllm-0.33.0-any.whl"
     if isinstance(content, bytes):
@@ -174,17 +173,12 @@ def test_a_tiny_pair() -> None:
     assert found.good, found.found
 
 
-def found_by(check: str) -> Finding:
-    return next(finding for finding in health.examine(run=False) if finding.check == check)
-
-
 PRINTED = """(EngineCore pid=1) ERROR [core.py:1] ValueError: Free memory is less than desired
 RuntimeError: Engine core initialization failed.
 """
 
 
-def test_an_engine_that_fails_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The finding includes the cause from the engine's output, not only its exit code."""
+def test_a_failing_engine_has_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Failing:
         def __init__(self, spec: Any) -> None:
@@ -230,7 +224,7 @@ def test_the_cpu_build_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_by("platform").good
 
 
-def test_a_gpu_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, the driver is too old. Here PyTorch only claims to be a CUDA build."""
     assert found_by("CUDA").good
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -240,9 +234,7 @@ def test_a_gpu_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert "an NVIDIA driver for CUDA 13.0 or newer" in found.fix
 
 
-def test_what_triton_compiles_with_is_missed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_tools_of_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert found_by("C compiler").good
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CC", "/usr/bin/gcc")
@@ -258,9 +250,7 @@ def test_what_triton_compiles_with_is_missed(
     assert found_by("C compiler").found.startswith("no C compiler (gcc, clang or $CC), with")
 
 
-def test_a_plugin_that_is_kept_out(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disabled_plugin(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     assert main(["doctor", "--no-run"]) == 1
     printed = capsys.readouterr().out
@@ -282,17 +272,17 @@ def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no such thing\nand more")
 
     monkeypatch.setattr(health, "_ledger", broken)
-    found = {finding.check: finding for finding in health.examine(run=False)}
-    assert not found["vLLM's sources"].good
-    assert found["vLLM's sources"].found == "RuntimeError: no such thing"
-    assert found["vLLM's sources"].fix
+    found = found_by("vLLM's sources")
+    assert not found.good
+    assert found.found == "RuntimeError: no such thing"
+    assert found.fix
 
 
 def test_an_unsupported_release_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.version
 
     monkeypatch.setattr(vllm.version, "__version__", "0.19.1")
-    found = next(finding for finding in health.examine(run=False) if "release" in finding.check)
+    found = found_by("vLLM release")
     assert not found.good
     assert "0.19.1" in found.fix
 
@@ -315,7 +305,7 @@ SOUND = dict.fromkeys(COLUMNS, "1")
         ("ActorDiedError: gone", ["b did not answer (ActorDiedError: gone); see Ray's log"]),
     ],
 )
-def test_what_a_node_lacks_is_said_with_its_fix(change: Any, said: list[str]) -> None:
+def test_faults_of_a_node_have_a_fix(change: Any, said: list[str]) -> None:
     nodes = {"a": SOUND, "b": change if isinstance(change, str) else SOUND | change}
     found = list(faults(nodes, "small"))
     assert len(found) == len(said)
@@ -324,5 +314,5 @@ def test_what_a_node_lacks_is_said_with_its_fix(change: Any, said: list[str]) ->
         assert sentence.endswith(".")
 
 
-def test_a_drafter_that_is_not_asked_for_is_not_missed() -> None:
+def test_no_drafter_is_needed_without_its_name() -> None:
     assert not list(faults({"a": SOUND | {DRAFTER: None}}, None))
