@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "pa
 import adapt
 
 
-def test_a_mask_sees_the_text_up_to_its_cut_and_the_masks_before_it() -> None:
+def test_attention_of_masks() -> None:
     length, places = 6, 4
     cuts = torch.tensor([1, 3])
     positions, seen = adapt.layout(cuts, length, places)
@@ -50,16 +50,9 @@ def test_a_trained_drafter_has_a_mask_token(demo_pair: Path, tmp_path: Path) -> 
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.py").write_text("def one():\n    return 1\n" * 400)
     out = tmp_path / "out"
+    options = {"target": None, "places": 4, "steps": 2, "batches": 0, "mask": None, "rate": 1e-3}
     given = argparse.Namespace(
-        drafter=str(demo_pair / "drafter"),
-        out=out,
-        texts=[tmp_path / "texts"],
-        target=None,
-        places=4,
-        steps=2,
-        batches=0,
-        mask=None,
-        rate=1e-3,
+        drafter=str(demo_pair / "drafter"), out=out, texts=[tmp_path / "texts"], **options
     )
     assert adapt.adapt(given).shape == (4,)
     model = AutoModelForCausalLM.from_pretrained(out)

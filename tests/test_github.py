@@ -18,9 +18,8 @@ FORMS = sorted(file for file in GITHUB.glob("ISSUE_TEMPLATE/*.yml") if file.stem
 
 
 def jobs() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((GITHUB / "workflows" / "checks.yml").read_text())[
-        "jobs"
-    ]
+    text = (GITHUB / "workflows" / "checks.yml").read_text()
+    found: dict[str, Any] = yaml.safe_load(text)["jobs"]
     return found
 
 
@@ -36,10 +35,8 @@ def test_the_ledger_is_checked_on_each_supported_release() -> None:
 
 def test_all_tests_run_on_each_supported_release() -> None:
     """Series with a CPU build are installed. `test_release_*.py` runs the others on it."""
-    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    (cpu,) = map(Requirement, extras["cpu"])
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    (cpu,) = map(Requirement, project["optional-dependencies"]["cpu"])
     installed = [series for series in SERIES if cpu.specifier.contains(f"{series}.0")]
     assert jobs()["tests"]["strategy"]["matrix"]["vllm"] == installed
     assert commands("tests")[-1] == "bash .ci/run"

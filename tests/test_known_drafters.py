@@ -23,7 +23,7 @@ def test_families_are_those_of_the_tokenizers() -> None:
     assert {each.tokenizer for each in KNOWN} == {"Qwen", "Llama 3", "SmolLM2", "Gemma 3"}
 
 
-def test_parallel_ones_and_the_own_tokenizer_come_first_and_large_ones_are_left_out() -> None:
+def test_ranking_of_known_drafters() -> None:
     found = ranked("Qwen", 1540)
     assert all(each.millions < 1540 / 2 for each in found)
     assert [each.name for each in found[:3]] == [
@@ -44,19 +44,15 @@ def target(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(demo_pair / "target")
 
 
-def test_without_any_on_the_machine_commands_are_printed(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_download_commands_are_printed(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", target]) == 0
     printed = capsys.readouterr().out
     for each in KNOWN:
         assert f"hf download {each.name}" in printed
     assert main(["advise", target, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [
-        KnownDrafter(**{k: v for k, v in each.items() if k != "is_local"})
-        for each in found["known"]
-    ] == list(ranked(None, 8000))
+    known = [{k: v for k, v in each.items() if k != "is_local"} for each in found["known"]]
+    assert [KnownDrafter(**each) for each in known] == list(ranked(None, 8000))
 
 
 def test_a_small_target_has_none(demo_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,12 @@ def lines_of(file: Path) -> Lines:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def options(demo_pair: Path, out: Path, minutes: int) -> list[str]:
+    files = {"target": "target", "drafter": "drafter", "prompts": "prompts.jsonl"}
+    given = [f"--{name}={demo_pair / file}" for name, file in files.items()]
+    return [*given, f"--out={out}", f"--minutes={minutes}"]
+
+
 def done(result: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(result)
@@ -81,7 +87,7 @@ def run(clock: Clock, tmp_path: Path, demo_pair: Path) -> Run:
     return Run(given, tmp_path)
 
 
-def test_a_rate_gives_the_length_that_it_stands_for() -> None:
+def test_rates_give_their_acceptance_lengths() -> None:
     for length, rate in RATES.items():
         assert sum(rate**place for place in range(LOOKAHEAD + 1)) == pytest.approx(length, abs=1e-3)
     assert {cell.length for cell in measure_gpu.C} == RATES.keys()
@@ -155,11 +161,11 @@ def test_a_job_that_fails_is_a_line(run: Run) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "code"), [("good", 0), ("good late", 3), ("late bad good", 1), ("bad late", 1)]
 )
-def test_a_late_part_is_told_from_a_wrong_one(
+def test_exit_codes_of_late_and_wrong_parts(
     clock: Clock, demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], outcomes: str, code: int,
 ) -> None:  # fmt: skip
-    """The exit code differs. Later parts get the rest of the time."""
+    """Later parts get the rest of the time."""
 
     def part(outcome: str) -> Any:
         def work(run: Run) -> bool:
@@ -174,19 +180,18 @@ def test_a_late_part_is_told_from_a_wrong_one(
     parts = {of: (part(of), share) for of, share in zip(outcomes.split(), shares, strict=False)}
     monkeypatch.setattr(measure_gpu, "PARTS", parts)
     monkeypatch.setattr(Run, "serve", lambda self: None)
-    out, demo = str(tmp_path / "out"), {"target": "target", "drafter": "drafter"}
-    given = [f"--{key}={demo_pair / name}" for key, name in demo.items()]
-    given += [f"--prompts={demo_pair / 'prompts.jsonl'}", f"--out={out}", "--minutes=1"]
+    out = tmp_path / "out"
+    given = options(demo_pair, out, minutes=1)
     monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *given, "--parts", *parts])
     assert measure_gpu.main() == code
-    lines = lines_of(Path(out))
+    lines = lines_of(out)
     assert [(line["part"], line["ok"], line["late"]) for line in lines] == [
         (of, of == "good", of == "late") for of in parts
     ]
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
 
 
-def test_imposed_acceptance_leaves_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imposed_acceptance_ignores_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests have three rows each. The second draft is one token and one padding token."""
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -235,7 +240,7 @@ def test_forwards_are_replayed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(counted) == {2 * drafter.most_steps}
 
 
-def test_a_profile_tells_in_which_section_the_device_is_idle() -> None:
+def test_idle_times_of_the_device_by_section() -> None:
     def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
         return {"cat": cat, "name": name, "ts": ts, "dur": dur}
 
@@ -261,9 +266,7 @@ def lines(demo_pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
     """Output lines of all parts, from engines on Model Runner V2 with asynchronous scheduling."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("measured") / "lines.jsonl"
-    files = {"target": "target", "drafter": "drafter", "prompts": "prompts.jsonl"}
-    given = [f"--{name}={demo_pair / file}" for name, file in files.items()]
-    command = [sys.executable, str(SCRIPT), *given, f"--out={out}", "--minutes=60"]
+    command = [sys.executable, str(SCRIPT), *options(demo_pair, out, minutes=60)]
     run = subprocess.run(
         command, env=v2_environment() | {"V2_AHEAD": "1"}, stdout=subprocess.PIPE, text=True
     )

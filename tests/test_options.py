@@ -59,36 +59,17 @@ def test_other_configurations_are_left_alone(user: dict) -> None:
 
 
 def test_own_keys_reach_the_options() -> None:
-    options = parse(
-        GOOD
-        | {
-            "tokenizer": "T",
-            "revision": "r1",
-            "trust-remote-code": True,
-            "quantization": "fp8",
-            "dtype": "bfloat16",
-            "context": 512,
-            "enforce_eager": False,
-            "debug": {"chat-template": "off", "calibrate": None},
-            "kv_cache_memory_bytes": "64MiB",
-            "tensor_parallel": "sharded",
-            "rejection_sample_method": "standard",
-        },
-        target_tensor_parallel=2,
-    )
-    assert options == HeteroOptions(
+    unchanged = {"tokenizer": "T", "revision": "r1", "quantization": "fp8", "dtype": "bfloat16"}
+    unchanged |= {"context": 512, "enforce_eager": False, "tensor_parallel": "sharded"}
+    read = {"trust-remote-code": True, "debug": {"chat-template": "off", "calibrate": None}}
+    read |= {"kv_cache_memory_bytes": "64MiB", "rejection_sample_method": "standard"}
+    assert parse(GOOD | unchanged | read, target_tensor_parallel=2) == HeteroOptions(
         "slem",
         "D",
         5,
-        tokenizer="T",
-        revision="r1",
+        **unchanged,
         trust_remote_code=True,
-        quantization="fp8",
-        dtype="bfloat16",
-        context=512,
-        enforce_eager=False,
         kv_cache_memory_bytes=64 << 20,
-        tensor_parallel="sharded",
         debug=Debug(chat_template="off"),
     )
 
@@ -231,7 +212,7 @@ def test_a_word_stands_for_its_table() -> None:
         ({"calibrate": True} | debug(calibrate=True), debug(calibrate=True)),
     ],
 )
-def test_earlier_spellings_are_read_and_one_line_names_todays(
+def test_earlier_spellings_are_read_and_logged_once(
     old: dict, today: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
     _log_once.cache_clear()
@@ -244,18 +225,18 @@ def test_earlier_spellings_are_read_and_one_line_names_todays(
     assert line.endswith(f". Release 0.3 will refuse them; write {json.dumps(new)}.")
 
 
-def test_an_earlier_null_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_earlier_null_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert parse(GOOD | {"parallel": None, "threshold": None}) == parse(GOOD)
     assert caplog.messages == []
 
 
-def test_home_folders_are_found() -> None:
-    """`~` is expanded here, because no shell expands it inside JSON."""
+def test_home_folders_are_expanded() -> None:
+    """No shell expands `~` inside JSON."""
     options = parse(GOOD | {"model": "~/D", "tokenizer": "~/T"})
     assert (options.model, options.tokenizer) == (str(Path.home() / "D"), str(Path.home() / "T"))
 
 
-def test_a_split_drafter_does_not_draw() -> None:
+def test_a_split_drafter_does_not_sample() -> None:
     split = {"tensor_parallel": "sharded"}
     with pytest.raises(ConfigError, match=r"'tli' does not run with .*sharded.*rank0"):
         parse(GOOD | split | {"method": "tli"}, target_tensor_parallel=2)
@@ -263,7 +244,7 @@ def test_a_split_drafter_does_not_draw() -> None:
     assert parse(GOOD | {"method": "tli"}, target_tensor_parallel=2)
 
 
-def test_our_method_under_vllms_name_is_ours_to_refuse() -> None:
+def test_our_method_under_vllms_name_is_refused() -> None:
     """vLLM's refusal of the key would not name our method."""
     user = {"method": "draft_model", "use_heterogeneous_vocab": True, "model": "D"}
     assert wants_us(user | {"heterogeneous_vocab_method": "slem"}, ("draft_model",))

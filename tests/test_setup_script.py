@@ -87,6 +87,15 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+def served(machine: Machine, *, gpu: bool, **environment: str | None) -> tuple[str, str, int]:
+    """Install, and run serve.sh; return its stderr, its only call, and its exit code."""
+    shutil.copytree(REPO / "examples", machine.repo / "examples")
+    machine.run("setup.sh", gpu=gpu)
+    shutil.copy(machine.repo / ".venv/bin/python", machine.fakes / "vllm")
+    said, (call,), code = machine.run("../examples/serve.sh", gpu=gpu, **environment)
+    return said, call, code
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_an_environment_is_made_once(machine: Machine, gpu: bool) -> None:
     assert machine.run("setup.sh", gpu=gpu)[2] == 0
@@ -94,7 +103,7 @@ def test_an_environment_is_made_once(machine: Machine, gpu: bool) -> None:
     assert machine.run("setup.sh", gpu=gpu) == ("", [], 0)
 
 
-def test_an_environment_of_the_other_build_is_made_anew(machine: Machine) -> None:
+def test_an_environment_of_the_other_build_is_made_again(machine: Machine) -> None:
     machine.run("setup.sh", gpu=False)
     said, _, code = machine.run("setup.sh", gpu=True)
     assert code == 0
@@ -140,7 +149,7 @@ def test_tests_use_the_cpu_build(
     assert ("the tests use vLLM's CPU build, in" in said) == (venv in (".venv-cpu", "mine-cpu"))
 
 
-def test_the_quickstart_says_how_to_go_on(machine: Machine, tmp_path: Path) -> None:
+def test_the_quickstart_prints_the_next_command(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "pair").mkdir()
     demo = {"HETERO_SPEC_DEMO": str(tmp_path / "pair")}
     said, calls, code = machine.run("quickstart.sh", gpu=False, **demo)
@@ -153,7 +162,7 @@ def test_the_quickstart_says_how_to_go_on(machine: Machine, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("measured", "told"), [(0, ""), (3, "took too long"), (1, "is wrong")])
-def test_the_quickstart_tells_slow_from_wrong(
+def test_the_quickstart_reports_slow_and_wrong_parts(
     machine: Machine, tmp_path: Path, measured: int, told: str
 ) -> None:
     (tmp_path / "pair").mkdir()
@@ -167,22 +176,16 @@ def test_the_quickstart_tells_slow_from_wrong(
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_server_has_the_flags_of_the_machine(machine: Machine, gpu: bool) -> None:
-    shutil.copytree(REPO / "examples", machine.repo / "examples")
-    machine.run("setup.sh", gpu=gpu)
-    shutil.copy(machine.repo / ".venv/bin/python", machine.fakes / "vllm")
-    _, (call,), code = machine.run("../examples/serve.sh", gpu=gpu, HETERO_SPEC_DEMO="/pair")
+    _, call, code = served(machine, gpu=gpu, HETERO_SPEC_DEMO="/pair")
     assert code == 0
     assert "serve /pair/target-wide " in call
     assert '"model": "/pair/drafter"' in call
     assert ("--dtype float32 --enforce-eager" in call) != gpu
 
 
-def test_a_user_whose_home_no_variable_names(machine: Machine) -> None:
+def test_the_server_starts_without_home(machine: Machine) -> None:
     """Some service managers do not set HOME."""
-    shutil.copytree(REPO / "examples", machine.repo / "examples")
-    machine.run("setup.sh", gpu=False)
-    shutil.copy(machine.repo / ".venv/bin/python", machine.fakes / "vllm")
-    said, (call,), code = machine.run("../examples/serve.sh", gpu=False, HOME=None)
+    said, call, code = served(machine, gpu=False, HOME=None)
     assert (said, code) == ("", 0)
     home = pwd.getpwuid(os.getuid()).pw_dir
     assert f"serve {home}/.cache/vllm_hetero_spec/demo/target-wide " in call
