@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from contexts import opened
 from test_layout import paths_of
 from toys import toy
 
 from vllm_hetero_spec.text.bridge import Bridge, make_bridge
-from vllm_hetero_spec.text.context import Context
 from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder, text_trees
 from vllm_hetero_spec.trees.walk import ROOT
 
@@ -20,12 +20,6 @@ LETTERS = [bytes([letter]) for letter in b"abcdefgh "]
 def bridge() -> Bridge:
     """A target that joins "ab", "abc" and "gh", and a drafter of letters that joins "de"."""
     return make_bridge(toy([*LETTERS, b"ab", b"abc", b"gh"]), toy([*LETTERS, b"de"]))
-
-
-def opened(bridge: Bridge, text: Sequence[int]) -> Context:
-    context = bridge.open()
-    bridge.extend([context], [text])
-    return context
 
 
 def test_the_value_of_a_token_is_that_of_all_texts_that_begin_with_it(bridge: Bridge) -> None:
@@ -62,11 +56,8 @@ def test_requests_are_translated_together(bridge: Bridge) -> None:
     contexts = [opened(bridge, [8, 6]), opened(bridge, [8]), opened(bridge, [8, 0])]
     trees = text_trees([first, nothing, last], contexts, [4, 4, 2], to_target, 20)
     assert calls == [4]
-    assert [paths_of(tree.tokens, tree.parents) for tree in trees] == [
-        [(0,), (1,)],
-        [],
-        [(3,), (3, 4)],
-    ]
+    found = [paths_of(tree.tokens, tree.parents) for tree in trees]
+    assert found == [[(0,), (1,)], [], [(3,), (3, 4)]]
 
 
 def test_siblings_of_a_chain(bridge: Bridge) -> None:
