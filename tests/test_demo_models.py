@@ -128,7 +128,7 @@ def test_the_drafter_tokenizer_is_sentencepiece_like(pair: Path) -> None:
     assert first.startswith("▁")
 
 
-def test_shipped_models_are_what_the_script_trains() -> None:
+def test_shipped_models_fit_the_script() -> None:
     """Shapes, dtype and file size are those of the script. A changed spec needs new weights."""
     size = 0
     for role, spec in (("target", train_models.TARGET), ("drafter", train_models.DRAFTER)):

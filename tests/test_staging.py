@@ -43,9 +43,7 @@ def test_a_packet_outlives_the_next_one_and_the_arrays():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_a_mirror_shows_stays_where_it_is(
-    apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_of_a_mirror_keep_their_place(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All arrays are sent at once, and of the last one only the first rows.
 
     With `apart` the device has separate memory.
@@ -67,7 +65,7 @@ def test_what_a_mirror_shows_stays_where_it_is(
     assert (rows[1:] == 3).all() or not apart
 
 
-def test_what_is_fetched_is_what_was_there():
+def test_a_receiver_fetches_values():
     fetched = Receiver(CPU, 64).fetch(torch.arange(4))
     assert fetched.wait().tolist() == [0, 1, 2, 3]
 

@@ -36,7 +36,7 @@ def test_one_format_of_weights_is_fetched(weights: list[str], wanted: list[str])
     assert wanted_files([*weights, *OTHERS]) == [*wanted, *OTHERS]
 
 
-def test_what_is_missing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is downloaded if `load_format` or `revision` selects other weights."""
     loaded: list[tuple[str, list[str]]] = []
 
@@ -85,7 +85,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 137
         (lambda whole: b"\2" + bytes(7) + b"[]", "are not a complete safetensors file"),
     ],
 )
-def test_weights_that_are_not_all_there(tmp_path: Path, spoilt: Any, told: str) -> None:
+def test_incomplete_weights_are_refused(tmp_path: Path, spoilt: Any, told: str) -> None:
     """The refusal is one sentence, and comes before any engine starts."""
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(3, 2), "b": torch.zeros(1)}, file, {"format": "pt"})
@@ -105,8 +105,8 @@ def test_a_spoilt_list_of_weights(tmp_path: Path, text: str) -> None:
     )
 
 
-def test_weights_that_no_list_names_are_nobodys(tmp_path: Path) -> None:
-    """Files outside the index are ignored. Some repositories contain the weights in two formats."""
+def test_files_outside_the_index_are_ignored(tmp_path: Path) -> None:
+    """Some repositories contain the weights in two formats."""
     save_file({"a": torch.zeros(4)}, tmp_path / "model-1.safetensors")
     (tmp_path / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
     assert "Git LFS pointer" in missing_weights(str(tmp_path))

@@ -69,7 +69,7 @@ def test_raced_drafts_begin_with_the_winner_of_their_law() -> None:
 
 
 @pytest.mark.parametrize("races", [False, True])
-def test_what_is_drawn_from_the_likeliest_alone_has_their_law(races: bool) -> None:
+def test_sampling_from_the_likeliest_tokens(races: bool) -> None:
     """With `likeliest`, a row keeps at most that many tokens, also with ties, and sums to 1."""
     tied = torch.ones(REQUESTS, 5)
     for given in (logits(0), tied):

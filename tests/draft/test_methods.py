@@ -106,7 +106,7 @@ PROPOSED = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_a_method_proposes(name: str) -> None:
+def test_proposals_of_methods(name: str) -> None:
     """The first of a drafter token's target tokens is the one that is sampled."""
     method = METHODS[name]
     assert method.needs_probs is (name in PROPOSED)
@@ -119,7 +119,7 @@ def test_what_a_method_proposes(name: str) -> None:
     assert all(n == len(t) for n, t in zip(lengths, PROPOSED[name], strict=True) if t)
 
 
-def test_the_same_ids_are_proposed_as_they_are() -> None:
+def test_proposals_of_equal_tokenizers() -> None:
     """Ids beyond the width of the target's logits are not proposed."""
     first, lengths, tokens = spell_same(4, 3)
     assert first.tolist() == [0, 1, 2, -1]

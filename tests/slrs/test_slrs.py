@@ -187,7 +187,7 @@ def test_the_drafters_kv_is_counted(kind: str) -> None:
     assert len(draft_probs) == sum(row >= 0 for path in paths for row in path.row_of)
 
 
-def test_a_row_of_nothing_proposes_nothing_that_could_pass() -> None:
+def test_rows_of_zeros() -> None:
     """If the drafter returns rows of 0, draft_probs are 0 and not NaN."""
     world = worlds(1)[0]
     paths = [SlrsPath(3, 3) for _ in range(4)]

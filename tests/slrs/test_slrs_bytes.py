@@ -119,7 +119,7 @@ def test_whole_target_tokens_are_drafted(target: TextTokenizer, drafter: ByteDra
 
 
 @pytest.mark.parametrize("text", CONTEXTS)
-def test_the_law_is_that_of_what_is_proposed(
+def test_proposals_follow_their_rows(
     target: TextTokenizer, drafter: ByteDrafter, text: bytes
 ) -> None:
     copies = 2500

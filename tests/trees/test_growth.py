@@ -208,8 +208,8 @@ def test_first_arrivals() -> None:
     assert follows(pairs, law)
 
 
-def test_what_is_fed_behind_an_arrival() -> None:
-    """The likeliest of the drafter tokens that propose a target token is fed."""
+def test_the_likeliest_token_is_fed_after_an_arrival() -> None:
+    """It is the likeliest of the drafter tokens that propose the target token."""
     first = torch.tensor([2, 0, 2, -1, 0, 4])
     q = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.2, 0.0], [0.4, 0.0, 0.1, 0.1, 0.3, 0.1]])
     found = TokenMap(first, 5).likeliest(q)
@@ -254,7 +254,7 @@ def by_lead(
     return np.where(rank == 0, 0.9, 0.04)
 
 
-def test_what_a_drafter_token_spells_further_is_certain() -> None:
+def test_later_tokens_of_a_spelling_are_certain() -> None:
     spellings = {0: [7], 1: [8, 9, 7]}
     columns = [np.array([8, 7, 3]), np.array([1, 0, 5]), np.array([2.0, 1.0, 0.0])]
     columns.append(np.array([0.5, 0.4, 0.1]))

@@ -219,7 +219,7 @@ class Service:
 
 
 @given(seed=st.integers(0, 1 << 30))
-def test_trees_write_what_the_target_writes_alone(seed: int) -> None:
+def test_output_with_trees_is_that_of_the_target(seed: int) -> None:
     assert Service(seed).run()
 
 
@@ -308,7 +308,7 @@ def test_the_most_valuable_paths_come_first() -> None:
     seed=st.integers(0, 1 << 30),
     size=st.sampled_from([1, 2, 16]),
 )
-def test_chains_are_left_as_they_are(starts: list[int], seed: int, size: int) -> None:
+def test_chains_are_not_changed(starts: list[int], seed: int, size: int) -> None:
     """Prompts and drafts without branches are one sequence each, and no block is lent."""
     generator = np.random.default_rng(seed)
     laid = []

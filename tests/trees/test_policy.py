@@ -173,7 +173,7 @@ def test_no_trees_if_their_search_takes_too_long() -> None:
     assert sum(plan.trees.paths > 0 for plan in plans) <= 3
 
 
-def test_other_paths_are_drafted_where_they_are_nearly_free() -> None:
+def test_other_paths_are_drafted_if_nearly_free() -> None:
     """A parallel drafter predicts all paths in one forward, so none of them costs a step."""
     paths = []
     for second, third, free in ((1, 1, False), (1, 6, False), (6, 6, False), (6, 6, True)):

@@ -65,7 +65,7 @@ def test_the_best_tree_at_given_prices(again: bool) -> None:
         assert worth(tree, kept, lambda rows: rows * row) == pytest.approx(best, abs=1e-12)  # noqa: B023
 
 
-def test_no_branch_where_it_costs_too_much() -> None:
+def test_expensive_branches() -> None:
     tree = PricedTree([-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.3], 1.0, [1] * 4)
     assert worth_their_rows(tree, 0.1) == [True, False, True, False]
     assert worth_their_rows(tree._replace(branch=0.1), 0.1) == [True] * 4
@@ -113,7 +113,7 @@ def test_prices_of_branches_and_rising_prices_of_rows() -> None:
     assert lost < 0.01 * gained
 
 
-def test_trees_become_chains_where_rows_are_expensive() -> None:
+def test_prices_of_rows_shorten_trees() -> None:
     """Trees become chains if rows are expensive, and stay whole if rows are free."""
     generator = np.random.default_rng(4)
     tree = random_tree(generator, 12, 0.0, again=False)

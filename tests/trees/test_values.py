@@ -66,7 +66,7 @@ TRUTHS = [(0.6, -0.5, 0.4, -0.5, -0.3), (1.5, -0.2, -0.5, 1.0, 0.2), (0.3, 0.0, 
 
 @pytest.mark.parametrize("weights", TRUTHS)
 @pytest.mark.parametrize("together", [1, 16])
-def test_what_is_learnt_is_near_the_truth(weights: tuple[float, ...], together: int) -> None:
+def test_learned_values_are_near_the_truth(weights: tuple[float, ...], together: int) -> None:
     """After 640 nodes the loss is within 0.015 nats of the truth's; the prior's is not."""
     generator, truth = np.random.default_rng(1), ChildChances(weights)
     test = visited(generator, 20_000, truth)

@@ -69,7 +69,7 @@ def test_a_walk_reads_nothing() -> None:
     assert verdict.accepted.shape == (3,)
 
 
-def test_what_reads_is_caught() -> None:
+def test_a_rule_that_reads_is_caught() -> None:
     """A rule that reads a number must raise, or the tests above prove nothing."""
 
     def reads(drafts: DraftBatch) -> Verdict:
@@ -94,7 +94,7 @@ def test_a_draw_reads_nothing(width: int) -> None:
     assert chosen.shape == (7,)
 
 
-def test_one_packet_brings_all_that_the_host_knows() -> None:
+def test_one_packet_contains_all_arrays_of_the_host() -> None:
     """The arrays in the packet follow from the lengths."""
     packets = []
 

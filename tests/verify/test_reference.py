@@ -333,9 +333,7 @@ def test_biased_rules_are_caught(draft: Draft, rule: Callable, k: int) -> None:
     ],
     ids=["slrs-2 of 5", "slrs-4"],
 )
-def test_the_plain_row_behind_a_proposal_is_caught(
-    draft: Draft, k: int, pairs: list[World]
-) -> None:
+def test_the_plain_row_after_a_proposal_is_caught(draft: Draft, k: int, pairs: list[World]) -> None:
     worst = max(deviation(world, draft, ref.token_rule, k, length=3) for world in pairs)
     assert worst > WRONG
 

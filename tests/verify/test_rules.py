@@ -104,11 +104,8 @@ def test_law_of_a_batch(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_token_that_could_not_be_drawn_is_not_accepted(rule: str) -> None:
-    """A draft token of probability 0 is rejected, and the target's own distribution is emitted.
-
-    Rounding may leave a row without any mass.
-    """
+def test_tokens_of_probability_zero_are_rejected(rule: str) -> None:
+    """Rounding may leave a row without any mass. The target's own distribution is emitted."""
     drafts = DraftBatch.of(
         torch.full((COPIES,), 3), [1] * COPIES, range(COPIES), [0] * COPIES,
         [torch.zeros(1, 4)], [0] * COPIES,
@@ -272,7 +269,7 @@ def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
 @pytest.mark.parametrize(
     "width", [4096, 4097, 3 * 4096, pytest.param(30_001, marks=pytest.mark.full)]
 )
-def test_choose_looks_into_blocks_of_wide_rows(width: int) -> None:
+def test_choose_in_blocks_of_wide_rows(width: int) -> None:
     """The result is that of a running sum, also at block ends; weight 0 is never chosen."""
     generator = np.random.default_rng(width)
     weights = generator.dirichlet(np.full(width, 0.5)) * (generator.random(width) < 0.8)
@@ -358,7 +355,7 @@ def test_a_row_of_one_token_is_won_by_it() -> None:
     assert (race(rows, torch.arange(3000), torch.zeros(3000, dtype=torch.int64)) == 4).all()
 
 
-def test_races_with_the_same_seeds_agree_as_often_as_they_should() -> None:
+def test_agreement_of_races_with_the_same_seeds() -> None:
     p, q = (torch.tensor(row, dtype=torch.float32).repeat(COPIES, 1) for row in (P[0], ROWS[0]))
     seeds, places = torch.arange(COPIES), torch.full((COPIES,), 3)
     laws = [

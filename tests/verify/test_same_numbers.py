@@ -164,7 +164,7 @@ def differ(batched: Sequence[tuple[int, ...]], readable: Sequence[tuple[int, ...
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_batch_decides_as_the_rule_in_words(rule: str, requests: Requests) -> None:
+def test_a_batch_decides_as_the_reference(rule: str, requests: Requests) -> None:
     batched, readable = RULES[rule]
     words = requests.readable(readable)
     assert differ(requests.batched(batched), words) == 0
@@ -182,13 +182,13 @@ def test_a_batch_decides_as_the_rule_in_words(rule: str, requests: Requests) -> 
         ("fuzzy", ref.token_rule),
     ],
 )
-def test_another_rule_decides_otherwise(rule: str, wrong: Readable, requests: Requests) -> None:
+def test_another_rule_is_caught(rule: str, wrong: Readable, requests: Requests) -> None:
     words = requests.readable(wrong)
     assert differ(requests.batched(RULES[rule][0]), words) > REQUESTS // 200
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_wrong_numbers_and_rows_are_seen(rule: str, requests: Requests) -> None:
+def test_wrong_numbers_and_rows_are_caught(rule: str, requests: Requests) -> None:
     """Numbers of other tokens and slightly wrong rows change the verdicts.
 
     The wrong rows are mixed with 10 % of a uniform row.
