@@ -108,38 +108,14 @@ def test_figures_of_a_comparison(folder: str, answers: Answers, capsys: Out) -> 
     assert speculative["tpot"]["median"] == pytest.approx(0.1)
 
 
-def test_table_of_a_comparison(
+def test_equal_texts_of_a_widened_target(
     folder: str, answers: Answers, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = compared(folder, capsys)
-    for expected in ("yes: 2 of 2", "2.00x", "2.50", "no_blocks 7", "abc"):
-        assert expected in text
-    rows = {
-        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:4]]
-        for line in text.splitlines()
-        if "│" in line
-    }
-    assert rows["TTFT (ms)"] == ["300.0", "400.0"]
-    assert rows["TPOT (ms)"] == ["350.0", "100.0"]
-    assert rows["tok/s"] == ["3.0", "6.0"]
-    assert rows["accepted"] == ["0", "6"]
-    assert rows["proposing in all (s)"] == ["-", "0.40"]
-    assert rows["time in all (s)"] == ["2.00", "1.00"]
-    assert "drafter_error" not in text
-    assert "widened" not in text
+    """`test_golden.py` has the whole table for differing texts."""
     monkeypatch.setattr(compare, "widened_columns", lambda _: (60, 64))
     text = " ".join(compared(folder, capsys).split())
+    assert "yes: 2 of 2" in text
     assert "widened with zero MLP columns: 60 of 64" in text
-
-
-def test_a_differing_token_is_reported(folder: str, answers: Answers, capsys: Out) -> None:
-    same, last = SPECULATIVE.traces
-    changed = dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")
-    answers.speculative = dataclasses.replace(SPECULATIVE, traces=[same, changed])
-    text = compared(folder, capsys)
-    assert "no: 1 of 2" in text
-    assert "def" in text
-    assert "dex" in text
 
 
 def test_ties_of_16_bit_dtypes_are_reported(folder: str, answers: Answers, capsys: Out) -> None:
@@ -161,23 +137,9 @@ def test_too_few_prompts_are_reported(answers: Answers, folder: str, capsys: Out
     assert f"--num-prompts is 3; {folder}/prompts.jsonl holds 2." in printed
 
 
-def test_another_model_runner_is_reported(folder: str, answers: Answers, capsys: Out) -> None:
-    answers.alone = dataclasses.replace(ALONE, runner="V2")
-    answers.speculative = dataclasses.replace(SPECULATIVE, runner="V1")
-    assert "on vLLM's Model Runner V1, the target alone on V2" in compared(folder, capsys)
-
-
 def test_sampled_texts_are_not_compared(folder: str, answers: Answers, capsys: Out) -> None:
-    assert "not compared" in compared(folder, capsys, "--temperature", "1")
     found = json.loads(compared(folder, capsys, "--temperature", "1", "--json"))
     assert found["identical"] is None
-
-
-def test_no_drafts_is_no_acceptance_length(folder: str, answers: Answers, capsys: Out) -> None:
-    idle = dataclasses.replace(SPECULATIVE, drafts=0, draft_tokens=0, accepted_tokens=0)
-    assert idle.acceptance_length is None
-    answers.speculative = idle
-    assert "no drafts" in compared(folder, capsys)
 
 
 def test_markup_in_a_text_is_printed_as_it_is(folder: str, answers: Answers, capsys: Out) -> None:

@@ -227,14 +227,6 @@ def test_the_last_line_is_the_configuration(advise: Advise, fakes: Fakes, small:
         assert expected in text
 
 
-def test_a_drafter_that_never_drafts_is_reported(advise: Advise, fakes: Fakes, small: str) -> None:
-    fakes.worlds["small"] = World((10.5,), accepted=None)
-    (measured,) = advise.data(small)["measured"]
-    assert {load["acceptance_length"] for load in measured["loads"]} == {None}
-    printed = advise.text(small)
-    assert "small (hetero): nothing was drafted (untranslatable)" in printed
-
-
 def test_statistics_alone_start_nothing(advise: Advise, fakes: Fakes, make: Make) -> None:
     small = make("small", "h e,l o")
     bare = make("bare", "h e", weights=False)
