@@ -91,11 +91,7 @@ def test_settings_are_measured_side_by_side(advise: Advise, fakes: Fakes, small:
 
 
 def test_figures_of_a_load(advise: Advise, fakes: Fakes, small: str) -> None:
-    """Figures follow from given speeds.
-
-    The target runs at 10, 8 and 10 tokens/s, the drafter at 20, 12 and 15. At batch size 4 the
-    drafter's engine has half its speed.
-    """
+    """Speeds in tokens/s: target 10, 8, 10; drafter 20, 12, 15, and half of it at batch size 4."""
     fakes.worlds = {ALONE: World((10, 8, 10)), "small": World((20, 12, 15), {4: 0.5})}
     found = advise.data(small)
     assert found["load"] == {

@@ -121,10 +121,7 @@ def test_sources_outside_of_a_checkout_have_no_revision(
 def test_available_memory_in_a_container(
     monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str], free: int
 ) -> None:
-    """The limits of the process's own cgroup and of its parents apply, not those of others.
-
-    Cached files count as free memory.
-    """
+    """Limits of the own cgroup and of its parents apply. Cached files count as free memory."""
     known = {f"/sys/fs/cgroup/{name}": text for name, text in files.items()}
     memory = SimpleNamespace(available=1024)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)

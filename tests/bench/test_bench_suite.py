@@ -103,10 +103,7 @@ engines_at_once: 2
 
 
 def test_settings_of_a_drafter_are_rows_of_their_own(write: Write) -> None:
-    """Such rows have the name drafter:setting.
-
-    A setting overrides the drafter's keys, and is validated.
-    """
+    """A row is named drafter:setting. A setting overrides the drafter's keys, and is validated."""
     drafter = (
         "{model: org/small, speculative: {controller: fixed, tree_nodes: 4}, "
         "settings: {chain: {tree_nodes: 0}, ahead: {tree_nodes: 0, draft_ahead: true}}}"

@@ -34,11 +34,7 @@ ALONE, DRAFTING = EngineId("t", "alone"), EngineId("t", "slem", "d", 4)
     [(100 / 8, "0.0%", True), (125 / 8, "3.6%", True), (100.0, "100.0%", False)],
 )
 def test_rows_have_a_price_and_a_best_gain(seconds: float, price: str, pays: bool) -> None:
-    """The advice contains the price of a row and the largest gain of trees.
-
-    The step of a batch of 8 costs 1, 1.25 or 8 times that of one request. A further row gains at
-    most (1 - 0.4) / 2 tokens.
-    """
+    """A step of batch 8 costs 1, 1.25 or 8 times one of batch 1. A row gains at most 0.3 tokens."""
     row = row_of(DRAFTING, 1, 60.0, 6.0)
     said = trees(row, row_of(ALONE, 1, 100.0), row_of(ALONE, 8, seconds))
     assert f"costs the target {price} of its step" in said

@@ -220,10 +220,7 @@ def test_an_engine_core_that_is_killed_at_work(demo_pair: Path, code_prompts: li
 def test_the_law_of_vllms_own_method_on_a_cpu(
     chain_pair: Path, repaired: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the plugin, vLLM's own method follows the target's distribution.
-
-    Without the plugin it does not, and the test must detect that.
-    """
+    """It is the target's with the plugin. Without it, the test must detect that it is not."""
     if not current_platform.is_cpu():
         pytest.skip("the stock fault is of CPUs")
     if not repaired:

@@ -62,11 +62,7 @@ def test_probabilities_follow_the_requests_parameters() -> None:
 
 
 def test_parameters_of_a_large_vocabulary() -> None:
-    """In a large vocabulary, parameters apply to the likeliest tokens only.
-
-    A row without parameters is not shortened. A larger `top_k` is limited to the number of ordered
-    tokens.
-    """
+    """They apply to the likeliest tokens only, and a larger `top_k` is limited to these."""
     width, ordered = 3 * token_map._ORDERED, token_map._ORDERED
     row = torch.arange(width).flip(0).float() / 200
     rows = probabilities(

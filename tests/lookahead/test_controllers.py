@@ -94,10 +94,7 @@ def test_limits_of_requests() -> None:
 
 
 def test_costs_first() -> None:
-    """Without calibration, the controller measures costs first.
-
-    The first step has no drafts, and the second one short drafts of few requests.
-    """
+    """The first step has no drafts, and the second one short drafts of few requests."""
     controller, clock = goodput(CostModel())
     assert controller.regime == "measuring"
     assert controller.plan(8, [6] * 8) == LookaheadPlan((0,) * 8)

@@ -166,10 +166,7 @@ def test_more_rows_than_were_timed(batch: int) -> None:
 
 
 def test_a_machine_of_changing_speed() -> None:
-    """The speed of all steps changes by about 13 %, for about 0.2 s.
-
-    Rows come in tiles, so that the lookaheads next to the best one are slower.
-    """
+    """It changes by about 13 %, for 0.2 s. Because of tiles, lookaheads near the best lose."""
     sizes = [1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 33, 40, 64, 96]
     times = [27, 29, 32, 42, 49, 56, 64, 70, 80, 90, 95, 108, 170, 250]
     on = machine(lambda rows: 1e-3 * float(np.interp(rows, sizes, times)), 0.1)
@@ -263,10 +260,7 @@ def test_a_drafter_that_becomes_useless_and_recovers(batch: int, useless: Text) 
 
 @pytest.mark.parametrize("target", ["gpu", "cpu"])
 def test_alternating_greedy_and_random_loads(target: str) -> None:
-    """Only greedy requests accept drafts.
-
-    Each load begins with the regime in which the previous load of its kind ended.
-    """
+    """Only greedy requests accept drafts. A load begins as the last one of its kind ended."""
     on = machine(TARGETS[target], 0.08)
     greedy, random = Phase(4, 2.0, GOOD, on), Phase(4, 2.0, USELESS, on, random=True)
     before, _ = serve(greedy, random, costs=calibration(on))

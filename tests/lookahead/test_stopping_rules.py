@@ -59,11 +59,7 @@ def test_lambda_finds_the_threshold(text: Text) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_controller_is_as_good_as_the_best_of_the_grid(name: str) -> None:
-    """The controller is within 0.5 %, although it starts without acceptance rates.
-
-    The survival rule of the grid uses the true acceptance rate of each confidence. Both are run on
-    the same drafts.
-    """
+    """It starts without acceptance rates; the grid uses the true ones, on the same drafts."""
     text, clock = TEXTS[name], Clock()
     costs = CostModel(target=[(1, 1.0), (64, 1.0)], drafter=[(1, 0.1)])
     controller = Goodput(Estimates.of(costs, DEPTH), can_stop_early=True, clock=clock)

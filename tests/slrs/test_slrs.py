@@ -125,7 +125,6 @@ def tokens_of(streams: dict) -> dict[tuple[int | None, ...], float]:
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_proposals_and_laws_are_those_of_the_reference(kind: str, steps: int) -> None:
-    """The joint distribution of the proposed tokens is equal, and so is every row."""
     (world, *_), span, candidates = KINDS[kind]
     paths, draft_probs, _ = drafted(world, steps, span, candidates)
 

@@ -254,10 +254,7 @@ def test_other_base_exceptions_are_raised() -> None:
 
 
 def test_runs_of_spaces_are_split_as_by_the_target(family: Family) -> None:
-    """Encoded at the end of a text, the run would be one token.
-
-    The drafter would then expect more white space.
-    """
+    """Encoded at the end of a text, the run would be one token."""
     tokenizer = family["byte-level"]
     word = tokenizer.encode("class")
     split = tokenizer.encode("value\n\nclass")[: -len(word)]

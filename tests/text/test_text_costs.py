@@ -38,10 +38,7 @@ def test_a_long_run_of_marks_is_cut_at_constant_cost(
 def test_inseparable_text_is_cut_after_some_tries(
     variants: Family, normalised: list[int], times: int
 ) -> None:
-    """The drafter puts a space before every text, so no place is safe.
-
-    Two parts of a text have one space more than the whole text.
-    """
+    """The drafter puts a space before every text, so two parts have one more than the whole."""
     tail = "ab" * 1000 * times
     assert cuts.forced_cut(variants["unigram-words"], tail) == len(tail) // 2
     # FORCED_TRIES, texts per try, characters per text: more than 2 * FORCED_NEAR + 1.
@@ -50,10 +47,7 @@ def test_inseparable_text_is_cut_after_some_tries(
 
 @pytest.mark.parametrize("marks", [0, 40, 400])
 def test_a_forced_cut_separates_the_whole_text(family: Family, marks: int) -> None:
-    """The characters near a place give the same result as the whole text.
-
-    The marks of one character are not separated.
-    """
+    """The marks of one character are not separated."""
     drafter, half = family["byte-level-nfc"], "e\u0301a\u0300" * 300
     tail = half + "\u0301" * marks + "e" + half[:1200]
     parting = [place for place in range(1, len(tail) // 2 + 1) if separable(drafter, tail, place)]

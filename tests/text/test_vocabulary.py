@@ -126,10 +126,7 @@ def test_text_the_normaliser_rewrites_is_spelled_bytewise(family: Family) -> Non
 
 
 def test_undecodable_tokens() -> None:
-    """A row is the target's own token of the bytes, if it has one.
-
-    Otherwise it consists of text and byte tokens. If these cannot spell the bytes, it is empty.
-    """
+    """A row is the target's own token, or spells the bytes, or is empty if that is impossible."""
     han = "中".encode()
     spelled = toy([b"x", b"a", b"xa", *BYTES, han[:2], han])
     maps = build_maps(spelled, toy([han[:2], b"xa" + han[:1], han[1:]]))

@@ -97,7 +97,6 @@ def test_seconds_of_a_tree() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_nodes_beside_a_chain_make_it_longer(early: bool) -> None:
-    """With nodes beside it, a chain is drafted further than it would be alone."""
     branches = BranchStatistics()
     branches.add([1, 2, 3, 4], [0.4, 0.3, 0.3, 0.2], [0] * 4, 50, random=False)
     costs = CostModel([(1, 0.03), (64, 0.03)], [(1, 0.006), (8, 0.012)])

@@ -188,10 +188,7 @@ def test_only_some_of_a_tree() -> None:
 
 
 def test_first_arrivals() -> None:
-    """The winner of the race comes first, and tokens of rate 0 come last.
-
-    The second arrival has the distribution of the other tokens.
-    """
+    """Tokens of rate 0 come last. The second arrival has the distribution of the other tokens."""
     p = torch.tensor([0.5, 0.0, 0.3, 0.2]).repeat(20_000, 1)
     seeds, places = torch.arange(20_000), torch.full((20_000,), 3)
     ids, speeds = first_arrivals(p, seeds, places, 4)

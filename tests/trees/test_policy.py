@@ -101,7 +101,6 @@ def test_free_rows_have_trees() -> None:
 
 
 def test_plans_with_expensive_rows_are_those_of_chains() -> None:
-    """If rows are expensive, no tree is searched for, and every plan equals that without trees."""
     ours, chains = Engine(row=0.008), Engine(row=0.008, width=0)
     assert any(max(plan.lookahead) for plan in ours.run(300))
     chains.run(300)
@@ -110,7 +109,7 @@ def test_plans_with_expensive_rows_are_those_of_chains() -> None:
 
 
 def test_plans_without_room_are_those_of_chains() -> None:
-    """Without room for trees, no tree is searched for or expected, whatever was measured before."""
+    """Whatever was measured before."""
     ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
     ours.choice.branches.room = False
     for number in range(40):
@@ -144,10 +143,7 @@ def test_useless_trees_are_searched_for_now_and_then(tree: float) -> None:
 
 
 def test_tree_rounds_do_not_change_the_cost_of_chains() -> None:
-    """The additional time of tree rounds is not counted as cost of chains.
-
-    Otherwise chains would seem not to pay.
-    """
+    """Otherwise chains would seem not to pay."""
     engine = Engine(row=0.0003, beside=BAD, longer=1.4, around=0.0004)
     costs = engine.controller.known.costs
     for _ in range(300):
@@ -157,7 +153,6 @@ def test_tree_rounds_do_not_change_the_cost_of_chains() -> None:
 
 
 def test_the_policy_follows_a_change() -> None:
-    """The policy follows a change of the nodes beside chains, in both directions."""
     engine = Engine(row=0.0003, beside=BAD)
     engine.run(300)
     engine.beside = GOOD

@@ -39,10 +39,7 @@ def test_the_value_of_a_token_is_that_of_all_texts_that_begin_with_it(bridge: Br
 
 
 def test_requests_are_translated_together(bridge: Bridge) -> None:
-    """One call translates all requests, each with its own context and depth.
-
-    One of the requests has no draft.
-    """
+    """Each request has its own context and depth. One of them has no draft."""
     calls = []
 
     def to_target(*arguments: Sequence) -> list[list[int]]:

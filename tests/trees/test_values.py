@@ -78,7 +78,6 @@ def test_learned_values_are_near_the_truth(weights: tuple[float, ...], together:
 
 
 def test_a_change_of_the_text_is_learnt() -> None:
-    """After the text changes, the new distribution is learned nearly as fast as the first one."""
     generator = np.random.default_rng(2)
     learnt = ChildChances(GREEDY_PRIOR)
     for weights in TRUTHS:
@@ -91,10 +90,7 @@ def test_a_change_of_the_text_is_learnt() -> None:
 
 @pytest.mark.parametrize("prior", [GREEDY_PRIOR, RACE_PRIOR])
 def test_weights_stay_finite_under_surprises(prior: tuple[float, ...]) -> None:
-    """Weights stay finite and shares stay shares under repeated surprises.
-
-    Surprises include certain children that never come next.
-    """
+    """Surprises include certain children that never come next."""
     generator, learnt = np.random.default_rng(3), ChildChances(prior)
     for taken in (True, False) * 20:
         one = visited(generator, 3, None)
@@ -110,7 +106,7 @@ def test_weights_stay_finite_under_surprises(prior: tuple[float, ...]) -> None:
 
 
 def test_restored_values_have_less_weight() -> None:
-    """Restored values have less weight, so that new evidence changes them faster."""
+    """So new evidence changes them faster."""
     generator, values = np.random.default_rng(6), TreeValues.unknown()
     for _ in range(40):
         values.greedy.observe(*visited(generator, 8, ChildChances(TRUTHS[0])))

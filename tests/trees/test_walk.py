@@ -209,7 +209,6 @@ def test_the_walk_on_tensors(sizes: list[int], seed: int, again: float) -> None:
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
 def test_a_chain_is_a_tree(lengths: list[int], seed: int) -> None:
-    """A tree without branches gets the same verdicts as the rules for chains."""
     generator = np.random.default_rng(seed)
     size, rows = len(lengths), sum(lengths) + len(lengths)
     ends = np.cumsum(np.array(lengths) + 1) - 1

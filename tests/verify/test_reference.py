@@ -159,11 +159,7 @@ def test_one_hot_verification_is_exact_match() -> None:
 
 
 def test_order_of_acceptance() -> None:
-    """The methods and rules have a known order of acceptance.
-
-    On the first token, push-forward and TLI accept at least as much as union. The block rule
-    accepts at least as much as the token rule.
-    """
+    """On the first token union accepts least. The block rule accepts no less than token."""
     for world in worlds(3):
         one = {name: accepted(world, draft, ref.token_rule, 1) for name, draft in DRAFTS.items()}
         assert one["union"] <= one["tli"] + EXACT
@@ -186,7 +182,6 @@ def test_merges_are_proposed() -> None:
 
 
 def test_rows_are_the_laws_of_the_proposals() -> None:
-    """The row given to the verifier is the distribution of its proposed token."""
     for world in worlds(6):
         for name, draft in {**DRAFTS, "slrs-3": chained(3)}.items():
             found = law(lambda chance: next(draft(world, (), 3, chance)).token)  # noqa: B023

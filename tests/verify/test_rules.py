@@ -136,10 +136,7 @@ def test_drafts_of_the_target_itself_are_all_accepted(rule: str) -> None:
     one_hot=st.booleans(),
 )
 def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) -> None:
-    """Verdicts fit the draft lengths for any batch.
-
-    No token of probability 0 is emitted, and the arguments are not changed.
-    """
+    """No token of probability 0 is emitted, and the arguments are not changed."""
     generator = np.random.default_rng(seed)
     count = sum(lengths)
     p = torch.tensor(generator.dirichlet(np.full(6, 0.2), count) if count else np.zeros((0, 6)))
@@ -168,10 +165,7 @@ def test_any_lengths(rule: str, lengths: list[int], seed: int, one_hot: bool) ->
 
 @pytest.mark.parametrize("rule", BATCHED)
 def test_tables_and_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts are the same if a few rows are processed at a time.
-
-    They are also the same if each drafting round has its own table of rows.
-    """
+    """A few rows are processed at a time, or each drafting round has its own table of rows."""
     drafts, p, bonus = drawn_batch(700), target_rows(700), drawn(P[3], 1)[:700]
     whole = BATCHED[rule](drafts, p, bonus).tokens
     (rows,) = drafts.draft_probs
@@ -184,10 +178,7 @@ def test_tables_and_parts_change_nothing(rule: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("width", [1000, 50_000, 150_000, 300_000])
 def test_parts_are_bounded(width: int) -> None:
-    """The parts cover each row once, and a small batch is one part.
-
-    Off the CPU, a part takes at most 1 GiB at 32 bytes per cell.
-    """
+    """Off the CPU, a part takes at most 1 GiB at 32 bytes per cell."""
     for device in (torch.device("cuda"), None):
         parts = list(noise.slices(3000, width, device))
         assert [row for part in parts for row in range(part.start, part.stop)] == list(range(3000))
@@ -202,7 +193,6 @@ def test_greedy_rule() -> None:
 
 
 def test_numbers_depend_on_seed_place_purpose_and_index_alone() -> None:
-    """A number changes with each of seed, place, purpose and index, and with nothing else."""
     seeds, places, index = (
         x.flatten() for x in torch.meshgrid(*[torch.arange(-1, 12)] * 3, indexing="ij")
     )

@@ -189,10 +189,7 @@ def test_another_rule_is_caught(rule: str, wrong: Readable, requests: Requests) 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_wrong_numbers_and_rows_are_caught(rule: str, requests: Requests) -> None:
-    """Numbers of other tokens and slightly wrong rows change the verdicts.
-
-    The wrong rows are mixed with 10 % of a uniform row.
-    """
+    """The wrong rows are mixed with 10 % of a uniform row."""
     batched, readable = RULES[rule]
     words = requests.readable(readable, mixed_up=True)
     assert differ(requests.batched(batched), words) > REQUESTS // 200
