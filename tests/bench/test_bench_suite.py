@@ -174,50 +174,49 @@ def test_digest(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("methods: [slam]", "methods[0] is 'slam' (did you mean 'slem'?)"),
+        ("peers: [alone, hf]", "peers[1] is 'hf'; supported: alone, "),
+        ("\n\npeers: [alone, alone]", "peers[1] repeats 'alone'"),
+        ("batch_sizes: [1, 0]", "batch_sizes[1] is 0; it must be a number from"),
+        ("batch_sizes: [1.5]", "batch_sizes[0] is 1.5"),
+        ("batch_sizes: []", "batch_sizes is []; it must be a list"),
+        ("batch_sizes: 4", "batch_sizes is 4; it must be a list"),
+        ("batch_sizes: [2, 3]", "batch size 3 needs as many prompts"),
+        ("temperatures: [-1]", "temperatures[0] is -1; it must be a num"),
+        ("temperatures: [.nan]", "temperatures[0] is nan"),
+        ("temperatures: [true]", "temperatures[0] is True"),
+        ("temperatures: [1, 1.0]", "temperatures[1] repeats 1.0"),
+        ("num_speculative_tokens: [400]", "[0] is 400; it must be a number up to 64"),
+        ("max_tokens: 0", "max_tokens is 0"),
+        ("repeats: many", "repeats is 'many'"),
+        ("seed: -1", "seed is -1"),
+        ("top_p: 2", "top_p is 2"),
+        ("ignore_eos: 1", "ignore_eos is 1; it must be true or false"),
+        ("engines_at_once: al", "must be auto or a number"),
+        ("engines_at_once: 0", "engines_at_once is 0"),
+        ("engine: [a]", "engine is ['a']; it must be a mapping"),
+        ("engine:\n  model: x", "is set by the benchmark"),
+        (
+            "engine:\n  tensor_parallel_size: '2'",
+            "engine.tensor_parallel_size is '2'; it must be a whole number from 1",
+        ),
+        ("name: ''", "name is ''; it must be a string"),
+        ("seed: 1\nseed: 2", "'seed' appears twice; names must differ"),
+    ],
+)
+def test_mistakes_before_the_targets_are_refused(write: Write, lines: str, sentence: str) -> None:
+    line, found = refused(write(f"{lines}\n{GOOD}"))
+    assert sentence in found
+    assert line == lines.count("\n") + 1
+
+
+@pytest.mark.parametrize(
     ("old", "new", "line", "sentence"),
     [
         ("datasets:", "dataset:", 4, "the suite has an unknown key 'dataset' (did you mean"),
         ("drafters:", "drafter:", 3, "targets[0] has an unknown key 'drafter' (did you m"),
-        ("targets:", "methods: [slam]\ntargets:", 1, "methods[0] is 'slam' (did you mean 'slem'?)"),
-        ("targets:", "peers: [alone, hf]\ntargets:", 1, "peers[1] is 'hf'; supported: alone, "),
-        ("targets:", "\n\npeers: [alone, alone]\ntargets:", 3, "peers[1] repeats 'alone'"),
-        (
-            "targets:",
-            "batch_sizes: [1, 0]\ntargets:",
-            1,
-            "batch_sizes[1] is 0; it must be a number from",
-        ),
-        ("targets:", "batch_sizes: [1.5]\ntargets:", 1, "batch_sizes[0] is 1.5"),
-        ("targets:", "batch_sizes: []\ntargets:", 1, "batch_sizes is []; it must be a list"),
-        ("targets:", "batch_sizes: 4\ntargets:", 1, "batch_sizes is 4; it must be a list"),
-        ("targets:", "batch_sizes: [2, 3]\ntargets:", 1, "batch size 3 needs as many prompts"),
-        ("targets:", "temperatures: [-1]\ntargets:", 1, "temperatures[0] is -1; it must be a num"),
-        ("targets:", "temperatures: [.nan]\ntargets:", 1, "temperatures[0] is nan"),
-        ("targets:", "temperatures: [true]\ntargets:", 1, "temperatures[0] is True"),
-        ("targets:", "temperatures: [1, 1.0]\ntargets:", 1, "temperatures[1] repeats 1.0"),
-        (
-            "targets:",
-            "num_speculative_tokens: [400]\ntargets:",
-            1,
-            "[0] is 400; it must be a number up to 64",
-        ),
-        ("targets:", "max_tokens: 0\ntargets:", 1, "max_tokens is 0"),
-        ("targets:", "repeats: many\ntargets:", 1, "repeats is 'many'"),
-        ("targets:", "seed: -1\ntargets:", 1, "seed is -1"),
-        ("targets:", "top_p: 2\ntargets:", 1, "top_p is 2"),
-        ("targets:", "ignore_eos: 1\ntargets:", 1, "ignore_eos is 1; it must be true or false"),
-        ("targets:", "engines_at_once: al\ntargets:", 1, "must be auto or a number"),
-        ("targets:", "engines_at_once: 0\ntargets:", 1, "engines_at_once is 0"),
-        ("targets:", "engine: [a]\ntargets:", 1, "engine is ['a']; it must be a mapping"),
-        ("targets:", "engine:\n  model: x\ntargets:", 2, "is set by the benchmark"),
-        (
-            "targets:",
-            "engine:\n  tensor_parallel_size: '2'\ntargets:",
-            2,
-            "engine.tensor_parallel_size is '2'; it must be a whole number from 1",
-        ),
-        ("targets:", "name: ''\ntargets:", 1, "name is ''; it must be a string"),
-        ("targets:", "seed: 1\nseed: 2\ntargets:", 2, "'seed' appears twice; names must differ"),
         ("org/big", "./absent", 2, "the target folder "),
         ("org/big", "demo:target", 2, "make it with `python scripts/make_demo"),
         ("[org/small]", "[/absent/folder]", 3, "the drafter folder /absent/folder does not"),
