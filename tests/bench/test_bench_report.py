@@ -119,17 +119,9 @@ def test_without_a_reference_there_is_no_speedup(tmp_path: Path) -> None:
     assert "## Failed\n\n- no memory: `big/alone/code/b1/t0`\n" in markdown(contents, [row])
 
 
-def test_failed_and_skipped_cells_are_listed(tmp_path: Path) -> None:
-    asked = suite(peers=("draft_model",), temperatures=(0.0, 1.0))
-    fakes = Fakes(refuse={"slem": ConfigError("no such\n  drafter")})
-    contents = measured(tmp_path, fakes, asked)
-    text = markdown(contents, rows_of(contents))
-    assert (
-        "## Failed\n\n- no such drafter: `big/slem/small/k4/code/b1/t0`, "
-        "`big/slem/small/k4/code/b1/t1`\n" in text
-    )
-    assert "## Not measured\n\n- they differ: `big/draft_model/small/k4/code/b1/t0`," in text
-    assert "## Speculation" not in text
+def test_no_table_of_speculation_without_drafts(tmp_path: Path) -> None:
+    contents = measured(tmp_path, Fakes(refuse={"slem": ConfigError("no such drafter")}))
+    assert "## Speculation" not in markdown(contents, rows_of(contents))
 
 
 def test_repaired_sampling_is_noted(tmp_path: Path) -> None:
