@@ -6,20 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from advice_fakes import WORKER
+from advice_fakes import WORKER, Answers
 from command_line import refused
 from rich.console import Console
 from safetensors.torch import save_file
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
-from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.cli import compare, doctor
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
@@ -56,23 +53,9 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@dataclass
-class Answers:
-    """Replacement for engines that returns one fixed sample without and one with a drafter."""
-
-    alone: Sample = ALONE
-    speculative: Sample = SPECULATIVE
-    started: list[str] = field(default_factory=list)
-
-    def start(self, engine: EngineId, **_: object) -> SimpleNamespace:
-        self.started.append(engine.method)
-        found = self.alone if engine.drafter is None else self.speculative
-        return SimpleNamespace(run=lambda load: found, close=lambda: None)
-
-
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    found = Answers()
+    found = Answers(ALONE, SPECULATIVE)
     monkeypatch.setattr(engines, "start", found.start)
     return found
 

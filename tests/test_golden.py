@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import advice_fakes
 import pytest
@@ -18,7 +17,6 @@ from recipes import build_bytes
 
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
-from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import read_suite
 from vllm_hetero_spec.cli import bench, doctor
 from vllm_hetero_spec.cli.health import Finding
@@ -131,30 +129,23 @@ def test_the_digest_of_earlier_versions(tmp_path: Path) -> None:
 # ---- compare ------------------------------------------------------------------------------------
 
 
-def compared(
-    pair: list[str], monkeypatch: pytest.MonkeyPatch, changed: int, dtype: str
-) -> list[str]:
-    """Return a `compare` command line. With the drafter, the last token is `changed`."""
+def compared(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a `compare` command line. With the drafter, the last token differs."""
     drafted = Sample(
         [
             Trace([1, 2, 3], "abc [x]", 0.0, [0.3, 0.5], [1, 2]),
-            Trace([4, 5, changed], "d" * 300, 0.5, [1.0], [3]),
+            Trace([4, 5, 7], "d" * 300, 0.5, [1.0], [3]),
         ],
-        1.0, 4, 10, 6, [3, 2, 1], worker=WORKER, runner="V1", dtype=dtype,
+        1.0, 4, 10, 6, [3, 2, 1], worker=WORKER, runner="V1", dtype="bfloat16",
     )  # fmt: skip
     own = Sample(
         [
             Trace([1, 2, 3], "abc [x]", 0.0, [0.2, 0.6, 1.0], [1, 1, 1]),
             Trace([4, 5, 6], "e" * 300, 1.0, [1.4, 1.7, 2.0], [1, 1, 1]),
         ],
-        2.0, runner="V2", dtype=dtype,
+        2.0, runner="V2", dtype="bfloat16",
     )  # fmt: skip
-
-    def start(engine: EngineId, **_: object) -> SimpleNamespace:
-        found = own if engine.drafter is None else drafted
-        return SimpleNamespace(run=lambda load: found, close=lambda: None)
-
-    monkeypatch.setattr(engines, "start", start)
+    monkeypatch.setattr(engines, "start", advice_fakes.Answers(own, drafted).start)
     file = Path(pair[0]).parent / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     return ["compare", *pair, "--prompts", str(file)]
@@ -167,7 +158,7 @@ def test_comparisons(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = compared(pair, monkeypatch, changed=7, dtype="bfloat16")
+    arguments = compared(pair, monkeypatch)
     assert main(arguments) == 0
     assert main([*arguments, "--temperature", "0.5", "--method", "slem"]) == 0
     printed = capsys.readouterr()

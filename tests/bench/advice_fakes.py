@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_hetero_spec.bench.engines import vllm_config
@@ -85,6 +86,20 @@ class Fakes:
         self.up.append(engine.drafter)
         self.most_up = max(self.most_up, len(self.up))
         return FakeEngine(engine.drafter, world, self)
+
+
+@dataclass
+class Answers:
+    """Starts engines that return one fixed sample without and one with a drafter."""
+
+    alone: Sample
+    speculative: Sample
+    started: list[str] = field(default_factory=list)
+
+    def start(self, engine: EngineId, **_: object) -> SimpleNamespace:
+        self.started.append(engine.method)
+        found = self.alone if engine.drafter is None else self.speculative
+        return SimpleNamespace(run=lambda load: found, close=lambda: None)
 
 
 @dataclass
