@@ -62,7 +62,7 @@ def test_on_a_device_requests_are_planned_by_their_mean() -> None:
     assert planned(tasks, waits=True) == [6, 6, 6]
     assert planned([*tasks, task_of(1, 1.0, 9)], waits=True)[-1] == 1
     assert planned([task_of(0, 3.0, 9), task_of(3, 1.0, 9)], waits=True) == [0, 3]
-    assert planned(tasks, waits=False) == [6, 6, 10]
+    assert planned(tasks, waits=False) == [5, 5, 8]
 
 
 def test_a_short_text_is_planned_by_the_pair() -> None:

@@ -37,9 +37,10 @@ _EVEN = 32
 class DraftLength:
     """Plans the number of drafter tokens that cover a draft's target tokens.
 
-    On a CPU a round continues if a draft is too short. The plan of a request therefore uses the
-    ratio of its own context, and adds one step. On a device a round runs without the host, and is
-    as long as its longest draft. All plans therefore use the mean ratio of the round.
+    On a CPU a request takes part in the steps of its own draft only, and a round continues if a
+    draft is too short. The plan of a request therefore uses the ratio of its own context. On a
+    device a round runs without the host, and is as long as its longest draft. All plans therefore
+    use the mean ratio of the round.
     """
 
     def __init__(self, bridge: Bridge, drafter: Drafter) -> None:
@@ -69,10 +70,9 @@ class DraftLength:
             for extension in self._drafter.extensions:
                 steps = extension.steps(task, steps)
             return min(room, steps)
-        if self._drafter.waits:
-            return min(room, max(1, round(task.lookahead * mean_ratio)))
-        # One more step completes the last target token. It costs less than another round.
-        return min(room, max(1, math.ceil(task.lookahead * task.state.context.ratio)) + 1)
+        # A further step would complete the last target token. It costs more than it gains.
+        ratio = mean_ratio if self._drafter.waits else self.mean_ratio([task])
+        return min(room, max(1, round(task.lookahead * ratio)))
 
     def most_steps(self, task: DraftTask) -> int:
         """Return the upper bound of a greedy draft's drafter steps, over all its rounds."""
