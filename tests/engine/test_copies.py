@@ -124,16 +124,13 @@ class Priced(Fixed):
     """A fixed lookahead, and a price of a second."""
 
     tokens_per_second = 40.0
-    off = False
 
 
-def policy_of(row: float = 0.0005, drafter: float = 0.005, *, off: bool = False) -> Copies:
+def policy_of(row: float = 0.0005, drafter: float = 0.005) -> Copies:
     """Return a policy. Steps of the target take 20 ms and `row` seconds for each further row."""
     target = [(rows, 0.02 + (rows - 1) * row) for rows in (1, 2, 8, 64, 512)]
     known = Estimates.of(CostModel(target, [(1, drafter), (64, drafter)]), LOOKAHEAD)
-    controller = Priced(LOOKAHEAD)
-    controller.off = off
-    return Copies(known, controller, DraftStats(), num_ids=10_000)
+    return Copies(known, Priced(LOOKAHEAD), DraftStats(), num_ids=10_000)
 
 
 def step_of(
@@ -202,17 +199,12 @@ def test_a_cheap_drafter_drafts_the_others() -> None:
 
 
 def test_copies_need_no_drafter() -> None:
-    plan = planned(policy_of(off=True), step_of([ELSE, COPIED]), lookahead=0)
+    plan = planned(policy_of(), step_of([ELSE, COPIED]), lookahead=0)
     assert set(plan.copied) == {1}
 
 
-def test_a_step_that_measures_the_target_alone_has_no_copies() -> None:
-    plan = planned(policy_of(), step_of([COPIED]), lookahead=0)  # the controller is not off
-    assert not plan.copied
-
-
 def test_dear_rows_are_not_copied() -> None:
-    plan = planned(policy_of(row=0.05, off=True), step_of([COPIED]), lookahead=0)
+    plan = planned(policy_of(row=0.05), step_of([COPIED]), lookahead=0)
     assert not plan.copied
 
 
@@ -240,6 +232,7 @@ def test_texts_that_leave_their_place_are_not_copied() -> None:
 
 def test_probes_and_draft_lengths_of_requests_stay() -> None:
     assert planned(policy_of(), step_of([COPIED]), probe=True).lookahead == [4]
+    assert not planned(policy_of(), step_of([COPIED]), lookahead=0, probe=True).copied
     plan = planned(policy_of(), step_of([COPIED], asked=3), lookahead=3)
     assert plan.lookahead == [3]
     assert not plan.copied
@@ -247,7 +240,7 @@ def test_probes_and_draft_lengths_of_requests_stay() -> None:
 
 def test_a_length_is_requested_in_advance() -> None:
     """With asynchronous scheduling a step's drafts have at most its length."""
-    policy = policy_of(off=True)
+    policy = policy_of()
     plan = planned(policy, step_of([COPIED], lookahead=0, buckets=(0, 2, 4)), lookahead=0)
     assert plan.rows == 4
     assert not plan.copied
@@ -269,7 +262,7 @@ def test_steps_are_read_while_the_text_repeats_itself() -> None:
 
 
 def test_steps_are_skipped_if_copies_do_not_pay() -> None:
-    policy = policy_of(row=0.05, off=True)
+    policy = policy_of(row=0.05)
     for number in range(12):
         planned(policy, step_of([COPIED[: 8 + number]]), lookahead=0)
     assert policy._share > 0.1

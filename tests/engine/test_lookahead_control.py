@@ -50,7 +50,7 @@ class Scripted(Fixed):
         super().__init__(4)
         self.script, self.probe = list(lookaheads), probe
         self.steps: list[tuple[int, int]] = []
-        self.tokens: list[int] = []
+        self.tokens: list[tuple[int, bool]] = []  # emitted tokens, True with seconds
         self.verified: list[tuple[int, int]] = []
 
     def plan(
@@ -72,8 +72,8 @@ class Scripted(Fixed):
     def observe_acceptance(self, verified: int, accepted: int, *rest: Any) -> None:
         self.verified.append((verified, accepted))
 
-    def emitted(self, tokens: int, seconds: float) -> None:
-        self.tokens.append(tokens)
+    def emitted(self, tokens: int, seconds: float | None) -> None:
+        self.tokens.append((tokens, seconds is not None))
 
 
 def step_of(
@@ -129,7 +129,7 @@ def drafts_of(lengths: dict[str, int], confidence: float) -> list[Draft]:
     return [Draft.chain(name, [1] * n, [confidence] * n) for name, n in lengths.items()]
 
 
-def test_steps_with_prompts_in_them_teach_nothing() -> None:
+def test_steps_with_prompts_in_them_teach_no_costs() -> None:
     controller = Scripted()
     control = LookaheadControl(controller, can_stop_early=False)
     control.observe(step_of({"a": [1], "b": [1]}, rows=30, new=True))
@@ -137,7 +137,7 @@ def test_steps_with_prompts_in_them_teach_nothing() -> None:
     control.observe(step_of({"a": [1], "b": []}, rows=40))  # b was preempted and is prefilled again
     control.learn()
     assert controller.steps == [(2, 5)]
-    assert controller.tokens == [4]
+    assert controller.tokens == [(2, False), (4, True), (1, False)]
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -215,7 +215,7 @@ class _Server:
         self._controller.emitted(emitted, took)
         outcome.seconds += self._usual
         outcome.steps += 1
-        if plan.probe:
+        if plan.probe and any(plan.lookahead):
             outcome.probes += 1
             outcome.probing += drafting + seconds - self._phase.machine.target(batch)
             outcome.probing -= (emitted - batch) * self._phase.machine.target(batch) / batch

@@ -287,6 +287,22 @@ def test_a_drafter_that_becomes_slow_and_recovers() -> None:
     assert 18.0 < changes[1][0] < 35.0
 
 
+def test_drafting_ends_in_steps_that_all_read_prompts() -> None:
+    """The costs of such steps are not learned, but their drafts are, and they lose time."""
+    on, clock = machine(TARGETS["gpu"], 0.08), Clock()
+    controller = Goodput(Estimates.of(calibration(on), LONGEST), clock=clock)
+    run(controller, clock, [Phase(4, 4.0, GOOD, on)], limit=LONGEST)
+    assert not controller.off
+    for _ in range(100):
+        clock.now += 0.06
+        plan = controller.plan(4, [LONGEST] * 4)
+        for wanted in filter(None, plan.lookahead):
+            controller.observe_acceptance(wanted, 0, [0.9] * wanted, wanted)
+        controller.refresh_forecast()
+        controller.emitted(4, None)
+    assert controller.off
+
+
 def test_no_flapping_on_the_edge() -> None:
     """For a minute, drafts gain what they cost. There are few changes, and almost no loss."""
     on = machine(TARGETS["gpu"], 0.5)

@@ -125,7 +125,9 @@ class LookaheadControl:
             self._notes.append(partial(controller.observe_step, *took))
         if controller.learns_first:
             self.learn()
-        if timed is not None and step.step_seconds is not None:  # None after a pause
+        if not step.decodes_only:
+            controller.emitted(step.num_new_tokens, None)
+        elif timed is not None and step.step_seconds is not None:  # None after a pause
             controller.emitted(step.num_new_tokens, step.step_seconds)
 
     def learn(self) -> None:

@@ -31,7 +31,8 @@ class LookaheadPlan(NamedTuple):
     Attributes:
         lookahead: Draft length of each request, in target tokens. With 0 the drafter need not even
             read the emitted tokens.
-        probe: True if the drafts only measure whether drafting would pay.
+        probe: True if the step only measures: by its drafts whether drafting would pay, or without
+            drafts what the target alone costs.
         trees: Kind of the drafts, if drafts may be trees.
     """
 
@@ -203,8 +204,11 @@ class Controller(ABC):
             random: True if the request is sampled.
         """
 
-    def emitted(self, tokens: int, seconds: float) -> None:  # noqa: B027
-        """Observe the emitted tokens of a step over all requests, and its seconds with drafting."""
+    def emitted(self, tokens: int, seconds: float | None) -> None:  # noqa: B027
+        """Observe the emitted tokens of a step over all requests, and its seconds with drafting.
+
+        `seconds` is None if the step also read prompts.
+        """
 
     def refresh_forecast(self) -> None:  # noqa: B027
         """Prepare the next `plan` while the host is idle."""

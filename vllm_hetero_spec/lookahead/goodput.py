@@ -128,7 +128,7 @@ class Goodput(Controller):
         self._burst = 0
         # Steps without drafts measure the cost of the target alone.
         if self._prober.due(now, (found.gain**2 - 1.0) * batch / found.alone, batch):
-            return nothing
+            return nothing._replace(probe=True)
         length = self._lookahead = self._choose(found)
         lookahead = lookahead_of(chosen, length, limits)
         trees = self._choice.plan(now, len(chosen))
@@ -175,10 +175,16 @@ class Goodput(Controller):
         if self._burst < _BURST - 1:
             self._acceptance.observe(Observation(verified, accepted, confidences, wanted), random)
 
-    def emitted(self, tokens: int, seconds: float) -> None:
-        lost = seconds - tokens * self._seconds_per_token()
+    def emitted(self, tokens: int, seconds: float | None) -> None:
+        if not self._costs.knows_target:
+            return
+        alone = self._seconds_per_token()
         if self._forecast and not self.off:
-            self._sunk = max(self._sunk + (1.0 - self._forecast.gain) * seconds, 0.0)
+            decoding = self._batch * alone if seconds is None else seconds
+            self._sunk = max(self._sunk + (1.0 - self._forecast.gain) * decoding, 0.0)
+        if seconds is None:
+            return
+        lost = seconds - tokens * alone
         if self._probing:
             self._prober.charge(lost - self._loss)
             self._loss = 0.0

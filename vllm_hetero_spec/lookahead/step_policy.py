@@ -58,6 +58,8 @@ class StepPolicy:
         Tokens are chosen depth by depth over the whole batch, the most promising requests first, so
         that the choice of a token does not depend on tokens sampled after it.
         """
+        if self._filled_up:
+            return [len(draft) for draft in confidences]
         survival = list(map(self.known.acceptance.survival_of, confidences, self.random))
         kept = [0] * len(survival)
         rows = self.batch

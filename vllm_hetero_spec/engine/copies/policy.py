@@ -95,10 +95,8 @@ class Copies(PlanPolicy):
         return 0
 
     def plan(self, plan: StepPlan, chosen: LookaheadPlan) -> StepPlan:
-        copies, drafts = self._predicted(), any(chosen.lookahead)
-        # Without drafts although the controller drafts, the step measures the target alone.
-        measures = chosen.probe or not (drafts or self._controller.off)
-        if not copies or measures or not self._controller.tokens_per_second:
+        copies = self._predicted()
+        if not copies or chosen.probe or not self._controller.tokens_per_second:
             return plan
         step, rows = self._step, 0
         if step.buckets:
