@@ -123,7 +123,7 @@ class _Buffer:
     def __init__(self, size: int, device: torch.device, other: "_Buffer | None" = None) -> None:
         self.size = size
         self.on_host = device.type == "cpu"
-        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=not self.on_host and size > 0)
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=not self.on_host and size > 0)
         self._there: torch.Tensor = self._host
         if other is not None:
             self._there = other._there

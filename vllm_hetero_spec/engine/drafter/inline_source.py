@@ -66,7 +66,11 @@ class InlineSource:
         likeliest: int | None,
     ) -> None:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
-        config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo)
+        mask, lookahead = parallel_mask(drafter_config, options), options.num_speculative_tokens
+        places = 1  # tokens that a forward predicts
+        if mask is not None:
+            places += math.ceil(lookahead * max(1.0, pair.bridge.tokens_ratio))
+        config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo, added=places)
         self._alone = IsolatedParallelState(vllm_config, config, solo=solo)
         # The drafter uses vLLM's sleep mode memory if the target does.
         config.model_config.enable_cumem_allocator = vllm_config.model_config.enable_cumem_allocator
@@ -79,7 +83,6 @@ class InlineSource:
             model = DrafterModel(config, device, budget_of)
         width = vllm_config.model_config.get_vocab_size()
         ranks = 1 if solo else group.world_size
-        mask = parallel_mask(drafter_config, options)
         sampling = sampling_of(options, pair, width, device, ranks, likeliest, merges=mask is None)
         self.draws = sampling is not None
         rules = PickConfig(
@@ -93,10 +96,8 @@ class InlineSource:
         )
         if mask is not None:
             rules = without_mask(rules, mask)
-        lookahead = options.num_speculative_tokens
         self.drafter = Drafter(model, rules, lookahead, scheduler.max_num_seqs)
         if mask is not None:
-            places = 1 + math.ceil(lookahead * max(1.0, pair.bridge.tokens_ratio))
             make_parallel(self.drafter, mask, places)
         self.drafter.may_wait = scheduler.async_scheduling  # `begin` and `finish` run together
         self.max_length, self.most_steps = self.drafter.max_length, self.drafter.most_steps
@@ -152,7 +153,7 @@ class InlineSource:
         """Do nothing: vLLM's allocator keeps the drafter's weights at every sleep level."""
 
     def wake(self) -> None:
-        pass
+        self.drafter.model.clear()
 
     def close(self) -> None:
         pass

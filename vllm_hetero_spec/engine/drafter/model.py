@@ -141,6 +141,11 @@ class DrafterModel:
         """Copy KV blocks in all layers, given as (source, destination). No block is both."""
         copy_kv_cache_blocks_inplace(self._kv_caches.values(), self.num_blocks, copies)
 
+    def clear(self) -> None:
+        """Write zeros to all KV. Memory that was just mapped may contain NaN, also in block 0."""
+        for cache in self._kv_caches.values():
+            cache.zero_()
+
     def clean_blocks(self, blocks: Sequence[int]) -> None:
         """Overwrite blocks with the KV of block 0, which is always finite."""
         self.copy_blocks([(0, block) for block in blocks])

@@ -49,8 +49,11 @@ class DraftInputs:
         state.prepare_inputs = prepare_inputs
 
     def nothing(self, batch: "InputBatch") -> torch.Tensor:
-        """Return zeros int64 [B, K], writable, as a substitute for drafts that are not ready."""
-        return self._nothing[: batch.num_reqs]
+        """Return zeros int64 [B, K], as a substitute for drafts that are not ready.
+
+        vLLM writes -1 into it, behind a step's draft length.
+        """
+        return self._nothing[: batch.num_reqs].zero_()
 
     def of(self, batch: "InputBatch") -> torch.Tensor:
         """Return a step's padded drafts, int64 [B, K], from the request states."""

@@ -85,7 +85,12 @@ def drafting_mode(options: HeteroOptions, target: VllmConfig) -> DraftingMode:
 
 
 def drafter_vllm_config(
-    target: VllmConfig, drafter: ModelConfig, options: HeteroOptions, *, solo: bool
+    target: VllmConfig,
+    drafter: ModelConfig,
+    options: HeteroOptions,
+    *,
+    solo: bool,
+    added: int = 1,
 ) -> VllmConfig:
     """Return the configuration with which the drafter is built and run.
 
@@ -94,7 +99,8 @@ def drafter_vllm_config(
     because vLLM writes defaults into a configuration. Layers also register in the compilation
     config, and vLLM's KV cache manager must not see the drafter's layers there.
 
-    With `solo`, this rank runs the whole drafter, even if the target is tensor parallel.
+    With `solo`, this rank runs the whole drafter, even if the target is tensor parallel. A round
+    feeds up to `added` tokens per request beside the context tokens of its budget.
 
     Raises:
         ConfigError: vLLM would spread the drafter's experts over several engines.
@@ -128,6 +134,8 @@ def drafter_vllm_config(
     lines = scheduler.max_num_seqs * max(1, options.merge_candidates)
     most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     scheduler.max_num_seqs = min(lines, most)
+    # A compiled model has no code for more tokens.
+    scheduler.max_num_batched_tokens += added * scheduler.max_num_seqs
     parallel.data_parallel_size = 1  # else each drafter forward waits for other engines
     parallel.enable_expert_parallel = False
     parallel.enable_eplb = False

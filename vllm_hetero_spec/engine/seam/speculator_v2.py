@@ -149,8 +149,12 @@ class HeteroSpeculator(BaseSpeculator):
         self._begun = self.seam.on_step_start(scheduler_output)
 
     def fill(self, batch: "InputBatch") -> None:
-        """Fill in drafts that are still in progress. vLLM has prepared the step's other inputs."""
-        if self._batch is not None:
+        """Fill in a step's drafts. vLLM has prepared the step's other inputs.
+
+        Drafts may be in progress, or may have been finished in a step that their request missed.
+        """
+        missed = bool(self.seam.buckets) and self.seam.trees is None and not self.seam.staged
+        if self._batch is not None or missed:
             fill = self.seam.inputs.filling(batch)
             self._take_drafts(late=True)
             fill(self.seam.drafts_of_running_step())
