@@ -210,7 +210,7 @@ def test_a_parallel_drafter_is_named(capsys: Out, tmp_path: Path, pair: list[str
     assert "mask token" not in capsys.readouterr().out
 
 
-def test_draft_model_needs_equal_output_rows(capsys: Out, tmp_path: Path, pair: list[str]) -> None:
+def test_output_rows_decide_what_vllm_serves(capsys: Out, tmp_path: Path, pair: list[str]) -> None:
     """vLLM's method `draft_model` compares the numbers of output rows, padding included."""
     models = []
     for rows in (300, 300, 364):

@@ -40,11 +40,13 @@ def test_the_target_as_its_own_drafter_goes_down_the_main_path(raced: bool) -> N
         for place, (name, text) in enumerate(texts.items()):
             tree = trees[name]
             assert len(tree.tokens) > 2 * LOOKAHEAD
-            assert tree.common(drafts[name].tokens) == drafts[name].tokens
+            chain = tree.common(drafts[name].tokens)
+            assert len(chain) >= LOOKAHEAD - 1  # the last target token may be incomplete
             assert len(drafts[name].tokens) == LOOKAHEAD
             assert tree.rows is not None
             new = emitted(world, text, tree, place)
-            assert new[:-1] == drafts[name].tokens
+            assert new[: len(chain)] == chain
+            assert len(new) > len(chain)
             text += new
             news[name], nodes[name] = len(new), len(tree.tokens)
         step = step_of(texts, news, nodes, room, raced=raced)

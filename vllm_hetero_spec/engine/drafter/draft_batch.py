@@ -70,9 +70,12 @@ class DraftLength:
             for extension in self._drafter.extensions:
                 steps = extension.steps(task, steps)
             return min(room, steps)
-        # A further step would complete the last target token. It costs more than it gains.
-        ratio = mean_ratio if self._drafter.waits else self.mean_ratio([task])
-        return min(room, max(1, round(task.lookahead * ratio)))
+        ratio = mean_ratio if self._drafter.waits else task.state.context.ratio
+        steps = task.lookahead * ratio
+        if self._drafter.parallel and not self._drafter.waits:
+            return min(room, math.ceil(steps) + 1)  # one more completes the last target token
+        # As a forward of its own, such a step costs more than it gains.
+        return min(room, max(1, round(steps)))
 
     def most_steps(self, task: DraftTask) -> int:
         """Return the upper bound of a greedy draft's drafter steps, over all its rounds."""
