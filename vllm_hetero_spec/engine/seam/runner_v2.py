@@ -239,7 +239,8 @@ class RunnerV2(Runner):
 
     def drafts_of_running_step(self) -> Mapping[str, Sequence[int]]:
         """Return the drafts by request, and count those that the running step verifies."""
-        self._count_drafts()
+        if self._output is not None:  # start-up timing runs no step
+            self._count_drafts()
         return self._drafted
 
     def on_drafts_taken(self) -> None:
