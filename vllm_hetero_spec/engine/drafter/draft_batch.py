@@ -71,11 +71,11 @@ class DraftLength:
                 steps = extension.steps(task, steps)
             return min(room, steps)
         ratio = mean_ratio if self._drafter.waits else task.state.context.ratio
-        steps = task.lookahead * ratio
+        needed = task.lookahead * ratio
         if self._drafter.parallel and not self._drafter.waits:
-            return min(room, math.ceil(steps) + 1)  # one more completes the last target token
+            return min(room, math.ceil(needed) + 1)  # one more completes the last target token
         # As a forward of its own, such a step costs more than it gains.
-        return min(room, max(1, round(steps)))
+        return min(room, max(1, round(needed)))
 
     def most_steps(self, task: DraftTask) -> int:
         """Return the upper bound of a greedy draft's drafter steps, over all its rounds."""
