@@ -44,7 +44,7 @@ def test_a_packet_outlives_the_next_one_and_the_arrays():
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_arrays_of_a_mirror_keep_their_place(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last array only the first rows are sent. `apart`: the device has its own memory."""
+    """Only the first rows of the last array are sent. `apart`: the device has its own memory."""
     if apart:
         monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
     layout = [((2, 3), np.int64), ((5,), np.int32), ((4, 2), np.int32)]

@@ -424,7 +424,11 @@ def test_enforce_eager_on_cuda(
     if enforce_eager is None:  # as with -O0
         without = target_config(demo_pair, compilation_config={"mode": 0, "cudagraph_mode": "NONE"})
         assert drafting_mode(chosen, without).why == "the target runs without them"
-    found = drafter_config(target, chosen).compilation_config
+    drafter = drafter_config(target, chosen)
+    found, scheduler = drafter.compilation_config, drafter.scheduler_config
+    # A round adds up to one token per request to its budget of context tokens.
+    added = scheduler.max_num_batched_tokens - target.scheduler_config.max_num_batched_tokens
+    assert added == (scheduler.max_num_seqs if compiled else 0)
     assert (found.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == graphs
     expected = target.compilation_config.mode if compiled else CompilationMode.NONE
     assert found.mode == expected

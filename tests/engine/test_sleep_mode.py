@@ -6,6 +6,7 @@ A CPU has no sleep mode, so a stand-in for vLLM's allocator records the tags.
 """
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,10 @@ def test_drafter_is_allocated_where_it_outlives_sleep(
         generate(llm, [text], greedy(max_tokens=8))
         for tags, reuses in ((["weights"], True), (["kv_cache"], False)):
             before = read_stats(llm)["reused_tokens"]
+            for cache in model._kv_caches.values() if tags == ["kv_cache"] else ():
+                cache.fill_(math.nan)  # memory that was just mapped may contain anything
             llm.collective_rpc("wake_up", args=(tags,))
+            assert all(cache.isfinite().all() for cache in model._kv_caches.values())
             generate(llm, [text], greedy(max_tokens=8))
             assert (read_stats(llm)["reused_tokens"] > before) == reuses
         drafter = weakref.ref(model)

@@ -160,6 +160,8 @@ def test_drafts_are_written_to_the_slots_of_their_requests(runner: Any, batch: A
     assert runner.req_states.draft_tokens[1].tolist() == [99] * DRAFTED  # slot without a request
     assert runner.req_states.draft_tokens.min() >= 0  # vLLM embeds these ids
     assert seam.inputs.nothing(batch).shape == (2, DRAFTED)
+    seam.inputs.nothing(batch)[:, 1:] = -1  # as vLLM does for shorter drafts
+    assert not seam.inputs.nothing(batch).any()
 
 
 def test_late_drafts_fill_a_prepared_step(runner: Any, batch: Any) -> None:
@@ -339,6 +341,27 @@ def test_propose_begins_drafts_and_get_draft_tokens_finishes_them(runner: Any, b
     assert proposer.calls[1:] == ["begin", "begin", "finish"]
     assert runner.req_states.draft_tokens[[2, 0], 0].tolist() == [0, 1]
     assert speculator.get_draft_tokens() is None
+
+
+def test_drafts_are_filled_in_after_a_step_without_their_requests(runner: Any, batch: Any) -> None:
+    speculator, _ = scheduled_ahead(runner)
+    forward_of(runner)  # start-up timing, before any step
+    seam = speculator.seam
+    seam.on_step_start(output_of(new("a"), new("b")))
+    seam.take_drafts(batch, [[5, 6], [7]])
+    seam.on_step_start(output_of(new("c")))
+    forward_of(runner)
+    seam.on_step_start(output_of(a=[-1] * 2, b=[-1] * 2))
+    prepared = SimpleNamespace(
+        req_ids=["a", "b"],
+        num_reqs=2,
+        num_draft_tokens_per_req=np.array([2, 2], np.int32),
+        query_start_loc_np=np.array([0, 3, 6], np.int32),
+        input_ids=torch.full((6,), -1, dtype=torch.int32),
+    )
+    speculator.fill(prepared)
+    assert prepared.input_ids.tolist() == [-1, 5, 6, -1, 7, 0]
+    assert seam._verified == {"a": 2, "b": 1}
 
 
 @pytest.mark.parametrize("following", ["a", "c"])

@@ -134,8 +134,8 @@ def drafter_vllm_config(
     lines = scheduler.max_num_seqs * max(1, options.merge_candidates)
     most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     scheduler.max_num_seqs = min(lines, most)
-    # A compiled model has no code for more tokens.
-    scheduler.max_num_batched_tokens += added * scheduler.max_num_seqs
+    if mode.compiled:  # there is no code for more tokens
+        scheduler.max_num_batched_tokens += added * scheduler.max_num_seqs
     parallel.data_parallel_size = 1  # else each drafter forward waits for other engines
     parallel.enable_expert_parallel = False
     parallel.enable_eplb = False

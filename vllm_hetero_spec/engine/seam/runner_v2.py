@@ -210,8 +210,12 @@ class RunnerV2(Runner):
     def prepares_first(self, scheduler_output: "SchedulerOutput") -> bool:
         """Return True if vLLM can prepare the step's other inputs before its drafts are ready."""
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        alone = bool(self.buckets) and not self.staged and self.trees is None
-        return computes and alone and self.inputs.may_follow
+        return computes and self.fills and self.inputs.may_follow
+
+    @property
+    def fills(self) -> bool:
+        """True if drafts may be written into inputs that vLLM has prepared."""
+        return bool(self.buckets) and not self.staged and self.trees is None
 
     def take_drafts(
         self, batch: "InputBatch", drafts: Sequence[list[int]], *, late: bool = False

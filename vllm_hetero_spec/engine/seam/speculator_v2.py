@@ -151,10 +151,9 @@ class HeteroSpeculator(BaseSpeculator):
     def fill(self, batch: "InputBatch") -> None:
         """Fill in a step's drafts. vLLM has prepared the step's other inputs.
 
-        Drafts may be in progress, or may have been finished in a step that their request missed.
+        They are in progress, or were finished in an earlier step without their request.
         """
-        missed = bool(self.seam.buckets) and self.seam.trees is None and not self.seam.staged
-        if self._batch is not None or missed:
+        if self._batch is not None or self.seam.fills:
             fill = self.seam.inputs.filling(batch)
             self._take_drafts(late=True)
             fill(self.seam.drafts_of_running_step())
