@@ -102,7 +102,7 @@ def test_equal_texts_of_a_widened_target(
 
 
 def test_ties_of_16_bit_dtypes_are_reported(folder: str, answers: Answers, capsys: Out) -> None:
-    """Only if texts differ."""
+    """The note is printed only if texts differ."""
     same, last = SPECULATIVE.traces
     changed = [same, dataclasses.replace(last, token_ids=[4, 5, 7], text="dex")]
     for traces, dtype, told in (
@@ -255,7 +255,7 @@ def test_widened_columns(tmp_path: Path) -> None:
 def test_a_closed_pipe_ends_the_command_silently(
     monkeypatch: pytest.MonkeyPatch, capsys: Out, show: Callable[[str], None]
 ) -> None:
-    """As with `| head`: while printing or at exit."""
+    """The reader of the output has ended, as in `| head`, while printing or at exit."""
     monkeypatch.setattr(doctor, "run", lambda _: show("all is well"))
     reading, writing = os.pipe()
     os.close(reading)

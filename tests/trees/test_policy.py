@@ -109,7 +109,7 @@ def test_plans_with_expensive_rows_are_those_of_chains() -> None:
 
 
 def test_plans_without_room_are_those_of_chains() -> None:
-    """Whatever was measured before."""
+    """Earlier measurements of trees do not matter."""
     ours, chains = Engine(row=0.0), Engine(row=0.0, width=0)
     ours.choice.branches.room = False
     for number in range(40):

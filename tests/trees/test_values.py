@@ -106,7 +106,7 @@ def test_weights_stay_finite_under_surprises(prior: tuple[float, ...]) -> None:
 
 
 def test_restored_values_have_less_weight() -> None:
-    """So new evidence changes them faster."""
+    """New evidence changes restored values faster than learned ones."""
     generator, values = np.random.default_rng(6), TreeValues.unknown()
     for _ in range(40):
         values.greedy.observe(*visited(generator, 8, ChildChances(TRUTHS[0])))

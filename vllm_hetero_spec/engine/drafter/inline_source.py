@@ -67,7 +67,7 @@ class InlineSource:
     ) -> None:
         solo = group.world_size > 1 and options.tensor_parallel == "rank0"
         mask, lookahead = parallel_mask(drafter_config, options), options.num_speculative_tokens
-        places = 1  # tokens that a forward predicts
+        places = 1  # tokens that a forward predicts; as many may be read beside the context
         if mask is not None:
             places += math.ceil(lookahead * max(1.0, pair.bridge.tokens_ratio))
         config = drafter_vllm_config(vllm_config, drafter_config, options, solo=solo, added=places)
