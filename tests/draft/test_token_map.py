@@ -62,7 +62,7 @@ def test_probabilities_follow_the_requests_parameters() -> None:
 
 
 def test_parameters_of_a_large_vocabulary() -> None:
-    """`top_p` and `top_k` apply to the likeliest tokens only. A larger `top_k` is cut to their number."""
+    """`top_p` and `top_k` apply to the likeliest tokens. A large `top_k` is cut to their number."""
     width, ordered = 3 * token_map._ORDERED, token_map._ORDERED
     row = torch.arange(width).flip(0).float() / 200
     rows = probabilities(
