@@ -147,10 +147,11 @@ def test_what_the_target_would_have_joined_is_hardly_accepted(
     """Without the check `may_follow`, fewer tokens are accepted, so the first test covers it."""
     if pair.name == "demo":
         pytest.skip("its texts have hardly any place for it")
+    _, checked = pair.load.run()
     monkeypatch.setattr(TextBridge, "may_follow", lambda *_: True)
     outputs, counts = pair.load.run()
     assert outputs == pair.outputs
-    assert counts.acceptance_length < 0.97 * pair.inline.acceptance_length
+    assert counts.acceptance_length < 0.98 * checked.acceptance_length
 
 
 def test_wrong_guesses_are_never_hit(

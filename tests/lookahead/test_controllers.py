@@ -186,6 +186,17 @@ def test_a_catch_up_pays_by_the_tokens_that_are_left() -> None:
     assert short.lookahead[2] == 0 < min(short.lookahead[:2])
 
 
+def test_a_step_without_requests() -> None:
+    """With asynchronous scheduling, all requests of a step may have ended."""
+    controller, clock = goodput(calibrated())
+    good_drafts(controller, clock, 40)
+    assert controller.plan(0, []).lookahead == ()
+    controller.emitted(0, None)
+    controller.refresh_forecast()
+    controller.gauges()
+    assert max(controller.plan(2, [6] * 2).lookahead) > 0
+
+
 def test_rows_without_a_price_are_all_verified() -> None:
     controller, clock = goodput(calibrated())
     good_drafts(controller, clock, 40)

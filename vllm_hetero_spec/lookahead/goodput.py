@@ -93,7 +93,7 @@ class Goodput(Controller):
         buckets: Sequence[int] = (),
         left: Sequence[int] | None = None,
     ) -> LookaheadPlan:
-        now, self._batch, self._buckets = self._clock(), batch, buckets
+        now, self._batch, self._buckets = self._clock(), batch or 1, buckets
         limits = self._limits = [min(limit, self._acceptance.positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
         self.policy = None
