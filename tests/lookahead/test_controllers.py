@@ -14,6 +14,7 @@ from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, F
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
+from vllm_hetero_spec.lookahead.output_lengths import FIRST, OutputLengths
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -176,14 +177,33 @@ def test_a_costly_catch_up() -> None:
     assert dear.plan(4, [4] * 4, [2, 2, 30_000, 2]).lookahead[0] > 0
 
 
-def test_a_catch_up_pays_by_the_tokens_that_are_left() -> None:
+def test_a_catch_up_pays_by_the_length_of_the_output() -> None:
     """A context of 1,000 tokens is read for a long output, and not for a short one."""
     controller, clock = goodput(calibrated(drafter=0.018, catch_up=1e-3), 4)
     good_drafts(controller, clock, 30, batch=4)
     unread = [2, 2, 1000, 2]
-    assert min(controller.plan(4, [4] * 4, unread, left=[5000] * 4).lookahead) > 0
-    short = controller.plan(4, [4] * 4, unread, left=[5] * 4)
+    assert min(controller.plan(4, [4] * 4, unread, lengths=[5000] * 4).lookahead) > 0
+    short = controller.plan(4, [4] * 4, unread, lengths=[5] * 4)
     assert short.lookahead[2] == 0 < min(short.lookahead[:2])
+
+
+def test_a_catch_up_pays_if_it_takes_less_than_drafts_save() -> None:
+    """At twice the speed of the target alone, drafts save half of its time."""
+    controller, _ = goodput(calibrated(catch_up=1e-3))
+    seconds = 100 * controller._seconds_per_token()  # of the target alone for 100 tokens
+    assert controller._catch_up_pays(0.5, int(490 * seconds), 100)
+    assert not controller._catch_up_pays(0.5, int(510 * seconds), 100)
+
+
+def test_lengths_of_outputs_are_learned_from_running_requests() -> None:
+    """Outputs of 40 tokens: their requests have emitted 20 on average."""
+    outputs, ages = OutputLengths(), range(0, 40, 2)
+    assert outputs.expected([], []) == []
+    assert outputs.expected([FIRST / 2], [5]) == [5]
+    assert outputs.expected([FIRST / 2], [1000]) == [256.0]
+    learned = [outputs.expected(ages, [1000] * len(ages))[0] for _ in range(200)]
+    assert 100 < learned[34] < 150 < learned[17]  # half of the way in 35 steps
+    assert learned[-1] == pytest.approx(40, rel=0.2)
 
 
 def test_a_step_without_requests() -> None:

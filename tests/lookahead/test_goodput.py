@@ -361,7 +361,8 @@ def test_forecasts_are_made_outside_plan(monkeypatch: pytest.MonkeyPatch) -> Non
         controller.refresh_forecast()
         before = len(made)
         assert max(controller.plan(2, [LONGEST] * 2).lookahead) > 0
+        assert max(controller.plan(3, [LONGEST] * 3).lookahead) > 0  # a request more
         assert len(made) == before
     assert 1 < len(made) < 40
-    controller.plan(4, [LONGEST] * 4)
+    controller.plan(8, [LONGEST] * 8)
     assert len(made) > before

@@ -9,8 +9,9 @@
 
 FUNCTION builds a controller from a `competitors.Start`; `competitors.goodput` is an example.
 A cell is named MACHINE/SUBJECT/TEMPERATURE/BATCH or MACHINE/MIX. Mixes: in `crowd` requests come
-and go, in `turn` the subject changes twice, `both` has greedy and sampled requests, and in `warm` a
-controller starts from saved estimates.
+and go, in `turn` the subject changes twice, `both` has greedy and sampled requests, in `chats` only
+the target has the long prompts in its cache, and in `warm` a controller starts from saved
+estimates.
 
 Speeds are relative to the target alone. Columns of a controller:
 
@@ -39,7 +40,7 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 MACHINES = "cpu", "h200", "h100", "h200-async"
 BATCHES = 1, 2, 4, 8, 16, 32
 SUBJECTS = {"humaneval": "real", "mt_bench": "real", "demo": "demo"}  # and their recordings
-MIXES = "crowd", "turn", "both", "warm"
+MIXES = "crowd", "turn", "both", "chats", "warm"
 _SECONDS, _ROUNDS = 30.0, 1500  # duration of a run; a GPU has fewer seconds
 _ORACLES = 2  # runs of the oracle, each at the prices of the one before
 _FIGURES = "speed", "share", "whole", "probes", "reads"
@@ -73,6 +74,7 @@ class Cell(NamedTuple):
             "crowd": [Phase(1 / 6, batch, [code, chat], True) for batch in (1, 8, 2, 16, 4, 32)],
             "turn": [Phase(1 / 3, 4, [subject]) for subject in (code, chat, code)],
             "both": [Phase(1.0, 8, [code, text("mt_bench", 1)], True)],
+            "chats": [Phase(1 / 2, batch, [code, chat], True, 4000) for batch in (4, 16)],
             "warm": [Phase(1.0, 4, [code])],
         }[load]
         costs = named(machine, recording("real"), int(load == "both"))

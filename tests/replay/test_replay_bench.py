@@ -14,7 +14,7 @@ from world import Phase, World
 from vllm_hetero_spec.lookahead.controllers import Fixed, LookaheadPlan
 
 MOST_BYTES = 2_000_000  # of a recording
-CELLS = "cpu/humaneval/0/4", "cpu/mt_bench/1/8", "cpu/crowd", "h200/humaneval/0/4"
+CELLS = "cpu/humaneval/0/4", "cpu/mt_bench/1/8", "cpu/crowd", "h200/humaneval/0/4", "h200/chats"
 
 ROUNDS = [[[2, 0.9, 0.8, 0.3, 0.2], [0, 0.1, 0.4]], [[1, 0.7, 0.6], [3, 0.9, 0.9, 0.9]]]
 MACHINE = Machine(

@@ -15,9 +15,11 @@ from machines import Machine
 from recordings import LONGEST, Text
 
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
+from vllm_hetero_spec.lookahead.output_lengths import OutputLengths
 
 _READ_BESIDE = 128  # context tokens; longer contexts are read only for a draft of their request
-_PROMPT = 150  # context tokens of a request that arrives
+_ROOM = 4096  # output tokens that a request may emit
+_PATIENCE = 4  # output tokens; until then, a long context waits if others wait for first tokens
 _OUTPUT = 64, 192  # tokens of such a request, at least and at most
 # Steps without drafts that are read: the first two, and two of 64.
 _FIRST_LOOKS, _APART, _UNSEEN = 2, 64, 1.0
@@ -31,22 +33,25 @@ class Phase(NamedTuple):
         batch: Requests at a time.
         texts: One for each request in turn.
         arrivals: True if requests end and others arrive; otherwise all are endless.
+        prompt: Context tokens of a request that arrives. The target has them in its cache.
     """
 
     share: float
     batch: int
     texts: Sequence[Text]
     arrivals: bool = False
+    prompt: int = 150
 
 
 @dataclass
 class Request:
-    """A request in the batch. `left` and `unread` count tokens."""
+    """A request in the batch. `left`, `unread` and `emitted` count tokens."""
 
     text: Text
     at: int
     left: float = math.inf
     unread: int = 0
+    emitted: int = 0
 
     @property
     def limit(self) -> int:
@@ -55,6 +60,7 @@ class Request:
     def emit(self, tokens: int) -> None:
         self.at = (self.at + tokens) % len(self.text)
         self.left -= tokens
+        self.emitted += tokens
 
 
 @dataclass
@@ -113,6 +119,7 @@ class World:
         self._generator, self._arrived = random.Random(seed), 0
         self._seed, self._steps = seed, 0
         self._noise_at = [self._generator.randrange(len(noise)) for noise in machine.noise]
+        self._outputs = OutputLengths()
         self._notes: list[Callable[[], None]] = []
         self._without, self._looks_batch, self._looked = 0, 0, 0.0
         self._drafted = False  # the last plan had drafts
@@ -158,7 +165,8 @@ class World:
         self._arrived += 1
         request = Request(text, generator.choice(text.starts))
         if phase.arrivals:
-            request.left, request.unread = generator.randint(*_OUTPUT), _PROMPT
+            request.left = generator.randint(*_OUTPUT)
+            request.unread = phase.prompt
         return request
 
     # ------------------------------------------------------------------------------ a step
@@ -180,10 +188,13 @@ class World:
         if self._last is not None:
             self._last()
         self._looked = started = self.now
-        limits = [0 if began and r.unread >= _PROMPT else r.limit for r in requests]
+        waits = [began and r.emitted < _PATIENCE and r.unread > _READ_BESIDE for r in requests]
+        limits = [0 if each else r.limit for r, each in zip(requests, waits, strict=True)]
         kinds = [request.text.random for request in requests]
         unread = [request.unread for request in requests]
-        plan = controller.plan(batch, limits, unread, kinds, machine.buckets)
+        emitted = [request.emitted for request in requests]
+        lengths = self._outputs.expected(emitted, [_ROOM] * batch)
+        plan = controller.plan(batch, limits, unread, kinds, machine.buckets, lengths)
         lookahead = [
             min(wanted, limit) for wanted, limit in zip(plan.lookahead, limits, strict=True)
         ]

@@ -22,6 +22,7 @@ from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.verifying import PendingDraft, PendingDrafts
 from vllm_hetero_spec.engine.waiting_plan import WaitingPlan
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
+from vllm_hetero_spec.lookahead.output_lengths import OutputLengths
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -98,7 +99,7 @@ class LookaheadControl:
         self.controller, self.can_stop_early = controller, can_stop_early
         self.current, self.waiting = LookaheadPlan(()), WaitingPlan()
         self.pending = PendingDrafts()
-        self._policy = policy or PlanPolicy()
+        self._policy, self._outputs = policy or PlanPolicy(), OutputLengths()
         self._usual: int | None = None  # longest draft of the controller's newest plan
         self._notes: list[Callable[[], None]] = []  # not learned yet
         self._own: dict[str, int] = {}  # lookaheads that requests of this step set
@@ -163,7 +164,9 @@ class LookaheadControl:
     def _planned(
         self, step: StepView, limits: Sequence[int], unread: Sequence[int]
     ) -> LookaheadPlan:
-        load = unread, self._random, step.buckets, step.room
+        emitted = [request.num_output_tokens for request in step.requests]
+        lengths = self._outputs.expected(emitted, step.room)
+        load = unread, self._random, step.buckets, lengths
         plan = self.controller.plan(len(limits), limits, *load)
         if any(limits) and not plan.probe:
             self._usual = max(plan.lookahead)

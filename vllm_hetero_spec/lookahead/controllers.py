@@ -107,7 +107,7 @@ class Controller(ABC):
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
-        left: Sequence[int] | None = None,
+        lengths: Sequence[float] | None = None,
     ) -> LookaheadPlan:
         """Choose the draft length of each request.
 
@@ -118,8 +118,7 @@ class Controller(ABC):
             random: True for each sampled request; None if all are greedy.
             buckets: If drafts are padded, their possible lengths, increasing from 0: the target
                 computes as many rows for every request. Empty if drafts are not padded.
-            left: Largest useful draft length of each request: the tokens that it may still emit,
-                minus one; None if unknown.
+            lengths: Expected length of each request's output in tokens; None if unknown.
         """
 
     def continue_drafting(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
@@ -237,7 +236,7 @@ class Fixed(Controller):
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
-        left: Sequence[int] | None = None,
+        lengths: Sequence[float] | None = None,
     ) -> LookaheadPlan:
         lookahead = tuple(min(limit, self._lookahead) for limit in limits)
         return LookaheadPlan(lookahead, trees=self._trees)

@@ -7,7 +7,6 @@ draft length (`plan`), whether one more drafter step is worth its time (`continu
 which proposed tokens are worth a row of the target (`trim`).
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,6 +20,7 @@ from vllm_hetero_spec.lookahead.forecast import (
     filled_up,
     forecast,
 )
+from vllm_hetero_spec.lookahead.output_lengths import FIRST
 from vllm_hetero_spec.lookahead.prober import Prober, other_batch
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
@@ -33,10 +33,9 @@ _FORECAST_EVERY = 0.05  # seconds between forecasts, which take a share of a mil
 _BURST = 4
 _LEAST_BURST = 2  # steps of a probe if they use up its budget: the first teaches costs only
 _WARM_UP = 80  # drafts from which on a pair is known
-# Seconds, and plain steps, that an unknown pair may lose; seconds of gain that offset later losses.
-_FIRST = 0.05, 2.0, 0.5
+# Seconds, and plain steps, that an unknown pair may lose. As many seconds of gain offset losses.
+_FIRST = 0.05, 2.0
 _NEAR = 0.92  # gain from which on a probe is followed by others
-_HORIZON = 2.0  # seconds, divided by the batch, in which a request's catch-up has to pay
 
 
 class Goodput(Controller):
@@ -91,7 +90,7 @@ class Goodput(Controller):
         pending: Sequence[int] | None = None,
         random: Sequence[bool] | None = None,
         buckets: Sequence[int] = (),
-        left: Sequence[int] | None = None,
+        lengths: Sequence[float] | None = None,
     ) -> LookaheadPlan:
         now, self._batch, self._buckets = self._clock(), batch or 1, buckets
         limits = self._limits = [min(limit, self._acceptance.positions) for limit in limits]
@@ -102,7 +101,7 @@ class Goodput(Controller):
         if not any(limits) or not self._costs.knows_target:
             return nothing
         pending = pending or [0] * len(limits)
-        left = left or [sys.maxsize] * len(limits)
+        lengths = lengths or [FIRST] * len(limits)
         # Requests that may be drafted for, those with the shortest catch-up first.
         able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:
@@ -121,8 +120,8 @@ class Goodput(Controller):
         self._decide(gain, len(able))
         if self.off:
             return self._probe(now, able, pending, found.good[0]) or nothing
-        share = max(found.gain, _BEGIN) - 1.0
-        chosen = [i for i in able if self._catch_up_pays(share, pending[i], left[i])]
+        saved = 1.0 - 1.0 / max(found.gain, _BEGIN)
+        chosen = [i for i in able if self._catch_up_pays(saved, pending[i], lengths[i])]
         if not chosen:
             return self._probe(now, able, pending, found.good[0]) or nothing
         self._burst = 0
@@ -189,7 +188,7 @@ class Goodput(Controller):
             self._prober.charge(lost - self._loss)
             self._loss = 0.0
         elif self._warms_up and not self.off:
-            self._lost = max(self._lost + lost, -_FIRST[2])
+            self._lost = max(self._lost + lost, -_FIRST[0])
 
     def refresh_forecast(self) -> None:
         if self._forecast and not self.off and any(self._limits):
@@ -210,7 +209,9 @@ class Goodput(Controller):
         """Return the present load's forecast; compute it if it is due."""
         quarters = round(_RANDOM_SHARES * sum(self._random) / len(self._random))
         kind, able = (self._batch, quarters), sum(limit > 0 for limit in self._limits)
-        same = self._kind == kind and not other_batch(able, self._able)
+        # Another request or two change little, and `plan` would have to wait for the forecast.
+        same = abs(quarters - self._kind[1]) <= 1 and not other_batch(able, self._able)
+        same = same and not other_batch(self._batch, self._kind[0])
         late = now - self._foreseen >= _FORECAST_EVERY
         if self._forecast is not None and same and not (late or at_once):
             return self._forecast
@@ -254,14 +255,15 @@ class Goodput(Controller):
             return good[-1]
         return min(good, key=lambda length: abs(length - self._lookahead))
 
-    def _catch_up_pays(self, share: float, pending: int, left: int) -> bool:
-        """Return True if a request's catch-up pays at this gain over the target alone.
+    def _catch_up_pays(self, saved: float, pending: int, length: float) -> bool:
+        """Return True if a request's catch-up pays.
 
-        It is assumed to emit as many tokens as its context has, but at most those that are left.
+        Args:
+            saved: Share of the target's time that drafts save.
+            pending: Context tokens to read.
+            length: Expected length of its output in tokens.
         """
-        token = self._seconds_per_token()
-        horizon = min(max(_HORIZON / self._batch, pending * token), left * token)
-        return self._costs.catch_up(pending) <= share * horizon
+        return self._costs.catch_up(pending) <= saved * length * self._seconds_per_token()
 
     def _probe(
         self, now: float, able: Sequence[int], pending: Sequence[int], length: int
