@@ -6,7 +6,10 @@ part of a draft, pools are small, and texts exceed the drafter's context. After 
 checks all KV of each request and each token that the toy drafter chose.
 """
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -322,3 +325,25 @@ def test_kv_is_that_of_the_text(graphs: bool, sampled: bool, beside: int, parall
     assert min(seen["drafts"], seen["texts"], seen["dropped"], seen["catching_up"]) > 10, seen
     assert not beside or seen["forks"] > 10
     assert not parallel or beside or seen["in the place of the last"] > 10
+
+
+def test_ranks_keep_the_same_blocks() -> None:
+    """Ranks have different hash seeds, and have to free and evict blocks in the same order."""
+    program = """if True:
+        from test_kv_of_texts import World
+
+        world = World(0, graphs=False, sampled=False, beside=0)
+        for _ in range(120):
+            world.step()
+        print(list(world.pool._cached), world.pool._free, world.pool.reused_tokens)
+    """
+
+    def blocks(hash_seed: str) -> str:
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        command = [sys.executable, "-c", program]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert blocks("1") == blocks("2")

@@ -181,10 +181,10 @@ class Requests:
         """Drop requests that have ended, or whose id belongs to a new request.
 
         A step without tokens does not reach the proposer. A list of the requests that finished in
-        this step would therefore be incomplete.
+        this step would therefore be incomplete. Ranks free blocks in the same order; that of a set
+        of names differs between processes.
         """
-        known = self._states.keys()
-        for req_id in (known - step.live) | (known & step.started.keys()):
+        for req_id in [r for r in self._states if r not in step.live or r in step.started]:
             self._states.pop(req_id).close(self._pool)
         for req_id in self._salts.keys() - step.live:
             del self._salts[req_id]
@@ -195,9 +195,9 @@ class Requests:
 
     def outside(self, step: StepView) -> Iterator[RequestState]:
         """Yield states with KV whose requests are not in the batch: waiting or preempted."""
-        for req_id in self._states.keys() - step.index_of.keys():
-            if self._states[req_id].sequence is not None:
-                yield self._states[req_id]
+        for req_id, state in list(self._states.items()):
+            if req_id not in step.index_of and state.sequence is not None:
+                yield state
 
     def num_unread(self, step: StepView) -> list[int]:
         """Estimate for each request the number of context tokens that the drafter has not read."""
