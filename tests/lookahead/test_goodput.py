@@ -325,6 +325,14 @@ def test_idle_time_does_not_pay_for_probes() -> None:
     assert 10 <= probes <= (0.1 + 0.01 * (20 + 20)) / lost
 
 
+def test_a_stall_during_a_probe_does_not_end_probes() -> None:
+    """A minute in which the host stood still takes 100 minutes to regain."""
+    prober = Prober(0.0)
+    prober.charge(60.0)
+    due = [now for now in range(1, 100) if prober.due(float(now), 0.001, 1)]
+    assert due[0] < 30
+
+
 def test_a_slow_drafter_does_not_read_the_prompts_at_once() -> None:
     """Even good drafts would not pay, and reading a prompt takes half a second."""
     on = replace(machine(TARGETS["cpu"], 1.0), catch_up=4e-3)

@@ -8,10 +8,7 @@ _NEW = 0.02  # weight of a step: the last 50 or so count
 
 
 class OutputLengths:
-    """Learns how long outputs are from the running requests, which need not end for that.
-
-    In a steady load, a running request has emitted half of its output on average.
-    """
+    """Learned from running requests, which have on average emitted half of their outputs."""
 
     def __init__(self) -> None:
         self._mean = FIRST

@@ -58,4 +58,4 @@ class Prober:
 
     def charge(self, seconds: float) -> None:
         """Charge what the last experiment lost in addition; negative if it lost less."""
-        self.budget -= seconds
+        self.budget = max(self.budget - seconds, -_MOST)
