@@ -393,6 +393,21 @@ def test_a_step_scheduled_ahead_is_read_when_the_next_begins(
     assert speculator.seam._output is outputs[-1]
 
 
+def test_nothing_is_drafted_for_a_request_that_was_preempted_since(runner: Any, batch: Any) -> None:
+    """The engine may sleep, so that the drafter has no memory, when a preemption is reported."""
+    speculator, proposer = scheduled_ahead(runner)
+    views: list[Any] = []
+    after_step = proposer.after_step
+    proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
+    for output in (output_of(new("a"), new("b")), output_of(preempted="b")):
+        speculator.on_step_start(output)
+        forward_of(runner)
+        propose(speculator, batch)
+    assert [dict(zip(view.index_of, view.going_on, strict=True)) for view in views] == [
+        {"a": True, "b": False}
+    ]
+
+
 @pytest.mark.parametrize("reads", ["", "uses_inputs_embeds", "pcp_manager", "trees", "nothing"])
 def test_a_step_scheduled_ahead_is_prepared_while_its_drafts_are_made(
     runner: Any, batch: Any, reads: str

@@ -142,7 +142,8 @@ class HeteroSpeculator(BaseSpeculator):
             goes_on = scheduler_output.num_scheduled_tokens.keys() & self._sampled[1].req_ids
             if not goes_on:  # the engine may have been idle
                 self.seam.untimed()
-        self.seam.ended = scheduler_output.finished_req_ids
+        preempted = scheduler_output.preempted_req_ids or set()
+        self.seam.ended = scheduler_output.finished_req_ids | preempted
         self._begin()
         if not self.seam.prepares_first(scheduler_output):
             self.finish()

@@ -102,8 +102,8 @@ class StepView:
         trees: Limits of draft trees; None if drafts must be chains.
         preempted: Requests that lost their KV in this step. Their drafts are void. If one comes
             back, vLLM may schedule draft positions for it, which are padding.
-        ended: Requests that vLLM has since reported as finished. With asynchronous scheduling, one
-            more step may contain them.
+        ended: Requests that vLLM has since reported as finished or preempted. With asynchronous
+            scheduling, one more step may contain them.
         max_model_len: The target's maximum sequence length in tokens.
         num_rows: Tokens that the target computed in this step.
         target_seconds, step_seconds: As in `runner.StepTimes`.
