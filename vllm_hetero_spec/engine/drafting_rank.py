@@ -86,7 +86,6 @@ class DraftingRank:
         self._failures = 0
         self._rest = 0
         self._step: StepView | None = None  # between `begin` and `finish`
-        self._begun = False
         self._looked = 0.0  # time when a step was read last
         self._gauges_due = 1  # number of the step that updates them next
         pair = load_pair(vllm_config.model_config, drafter_config, options)
@@ -142,7 +141,7 @@ class DraftingRank:
 
     def begin(self, step: StepView) -> None:
         """Begin to draft after a step, without waiting for the device. `finish` has to follow."""
-        self._step, self._begun = step, False
+        self._step = step
         if self.source.early:
             try:
                 self._begin(step)
@@ -155,7 +154,7 @@ class DraftingRank:
         if step is None:
             return []
         try:
-            if not self._begun:
+            if not self.source.early:
                 self._begin(step)
             return self._finish(step)
         except Exception as error:
@@ -179,13 +178,10 @@ class DraftingRank:
 
         Ranks that draft together may read different steps, so this changes no state of requests.
         """
-        try:
-            self.observer.observe(step)
-            self.control.plan(step, self.requests.num_unread(step))
-            self.control.learn()
-            self._show_gauges()
-        except Exception as error:
-            self._failed(step, error)
+        self.observer.observe(step)
+        self.control.plan(step, self.requests.num_unread(step))
+        self.control.learn()
+        self._show_gauges()
 
     def reset(self) -> None:
         """Forget all requests and all KV. Contexts are read anew in the next step."""
@@ -210,7 +206,6 @@ class DraftingRank:
         self._failures += 1
 
     def _begin(self, step: StepView) -> None:
-        self._begun = True
         self._looked = time.monotonic()
         self._stats.steps += 1
         self.requests.forget(step)
