@@ -29,6 +29,11 @@ def flat() -> torch.Tensor:
     return peaked() / 100
 
 
+def broad() -> torch.Tensor:
+    """Return logits whose first `_ORDERED` tokens have most of the mass, but not nearly all."""
+    return peaked() / 4
+
+
 @pytest.fixture
 def sorted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of rows that vLLM's function receives, for each call."""
@@ -43,7 +48,7 @@ def sorted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("rows", [peaked, flat])
+@pytest.mark.parametrize("rows", [peaked, broad, flat])
 @pytest.mark.parametrize("with_k", [False, True])
 def test_the_same_tokens_are_kept(
     rows: Callable[[], torch.Tensor], with_k: bool, sorted_rows: list[int]
@@ -60,8 +65,10 @@ def test_the_same_tokens_are_kept(
         assert torch.allclose(law, other, atol=2e-4)
         if TOP_P[line] == 1:
             assert torch.equal(ours, theirs)
-    if rows is peaked:
+    if rows is peaked and not with_k:
         assert not sorted_rows  # few tokens are kept: vLLM has nothing to sort
+    elif rows is peaked:
+        assert sum(sorted_rows) == 2  # the rows with _ORDERED tokens and more
     else:
         assert 0 < sum(sorted_rows) < ROWS
 

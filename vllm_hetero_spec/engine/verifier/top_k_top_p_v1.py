@@ -31,18 +31,19 @@ def apply_top_k_top_p(
         return vllm.apply_top_k_top_p(logits, k, p)
     best = logits.topk(_ORDERED)
     values, total = best.values, logits.logsumexp(-1, keepdim=True)
-    few = whole = torch.zeros_like(p, dtype=torch.bool)
+    few, limited = values[:, -1] == float("-inf"), torch.zeros_like(p, dtype=torch.bool)
     if k is not None:
         last = values.gather(1, (k.long() - 1).clamp_max(_ORDERED - 1)[:, None])
         # True if all tokens that tie with the k-th are among the sorted ones.
-        few = (k <= _ORDERED) & (values[:, -1] < last[:, 0])
+        few |= (k <= _ORDERED) & (values[:, -1] < last[:, 0])
         values = values.masked_fill(few[:, None] & (values < last), float("-inf"))
         total = torch.where(few[:, None], values.logsumexp(-1, keepdim=True), total)
-        whole = k < width
-    whole = ~whole & (p >= 1)
+        limited = k < width
+    whole = ~limited & (p >= 1)
     shares = (values - total).exp().double()
     before = shares.cumsum(-1) - shares
-    cut = ~whole & (few | (before[:, -1] >= p))
+    # Top-p is a share of what top-k leaves, which is known if that is among the sorted tokens.
+    cut = ~whole & (few | (~limited & (before[:, -1] >= p)))
     values = values.masked_fill((before >= p[:, None]) & (p < 1)[:, None], float("-inf"))
     logits.masked_fill_(cut[:, None], float("-inf"))
     logits.scatter_(1, best.indices, torch.where(cut[:, None], values, best.values))
