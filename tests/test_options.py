@@ -90,8 +90,6 @@ def test_own_keys_reach_the_options() -> None:
         ({"tree_nodes": -1}, ["tree_nodes is -1", "from 0 to 64"]),
         ({"tree_nodes": 65}, ["tree_nodes is 65"]),
         ({"tree_nodes": 8} | debug(tree_width=5), ["tree_width is 5", "from 1 to 4"]),
-        ({"tree_nodes": 8} | debug(tree_values="ranks"), ["did you mean 'rank'", "learnt, rank"]),
-        (debug(tree_values="rank"), ["tree_values", "tree_nodes"]),
         ({"tree_nodes": 0} | debug(tree_width=1), ["tree_width", "tree_nodes"]),
         ({"num_speculative_tokens": "five"}, ["num_speculative_tokens is 'five'"]),
         ({"num_speculative_tokens": "2.5"}, ["num_speculative_tokens is '2.5'", "from 1 to 64"]),

@@ -98,7 +98,6 @@ class Debug(Table):
     calibrate: StrictBool = True
     copies: StrictBool = True
     tree_width: Annotated[int, whole(1, 4)] = DEFAULT_TREE_WIDTH
-    tree_values: Literal["learnt", "rank"] = "learnt"
 
 
 @dataclass(frozen=True)
@@ -153,12 +152,11 @@ class HeteroOptions(Table):
                 '"verification": "fuzzy" needs sampled drafts; choose the method push_forward, tli '
                 "or slrs instead of slem."
             )
-        for key in ("tree_width", "tree_values"):
-            if not self.tree_nodes and getattr(self.debug, key) != getattr(Debug(), key):
-                raise ConfigError(
-                    f'{key} is about draft trees, and there are none without "tree_nodes" above 0; '
-                    "leave it out or ask for them."
-                )
+        if not self.tree_nodes and self.debug.tree_width != DEFAULT_TREE_WIDTH:
+            raise ConfigError(
+                'tree_width is about draft trees, and there are none without "tree_nodes" above 0; '
+                "leave it out or ask for them."
+            )
         if self.draft_ahead:
             self._check_drafting_ahead()
         elif self.drafter_device is not None:
@@ -209,7 +207,6 @@ _MOVED: dict[str, tuple[str, ...]] = {
     "tokenizer_revision": ("debug", "tokenizer_revision"),
     "calibrate": ("debug", "calibrate"),
     "tree_width": ("debug", "tree_width"),
-    "tree_values": ("debug", "tree_values"),
     "parallel": ("draft_ahead",),
     "threshold": ("verification", "fuzzy", "threshold"),
     "divergence": ("verification", "fuzzy", "divergence"),

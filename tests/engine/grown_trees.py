@@ -52,14 +52,14 @@ def chains(demo_pair: Path, few: list[str]) -> Run:
     return run(demo_pair, few)
 
 
-@pytest.fixture(scope="module", params=["fixed", "goodput", "rank"])
+@pytest.fixture(scope="module", params=["fixed", "goodput", "one path"])
 def trees(request: pytest.FixtureRequest, demo_pair: Path, few: list[str]) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch, "_SHARE", 3)  # so that a small KV cache has blocks for branches
         debug: dict[str, Any] = {"calibrate": False}
         more: dict[str, Any] = {"tree_nodes": NODES, "controller": "fixed", "debug": debug}
-        if request.param == "rank":
-            debug |= {"tree_values": "rank", "tree_width": 1}
+        if request.param == "one path":
+            debug["tree_width"] = 1
         elif request.param == "fixed":
             debug["tree_width"] = 4
         else:

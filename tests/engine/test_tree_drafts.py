@@ -21,7 +21,7 @@ from vllm_hetero_spec.engine.trees import drafts as drafts_module
 from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.lookahead.controllers import Controller, Fixed, Trees
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
-from vllm_hetero_spec.trees.values import RankValues, TreeValues
+from vllm_hetero_spec.trees.values import GREEDY_PRIOR, ChildChances, TreeValues
 
 
 @pytest.mark.parametrize("raced", [False, True])
@@ -141,14 +141,24 @@ def test_what_the_target_emits_is_learnt(monkeypatch: Any) -> None:
     assert values.race.to_dict() == TreeValues.unknown().race.to_dict()
 
 
+class ByRank(ChildChances):
+    """Chances by the rank of a child alone, for which ERSD proves which tree is the best."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        super().__init__(GREEDY_PRIOR)
+        self._rates = np.array([*rates, 0.0])
+
+    def shares(self, parent: Any, rank: np.ndarray, depth: Any, evidence: Any) -> np.ndarray:
+        found: np.ndarray = self._rates[np.minimum(rank, len(self._rates) - 1)]
+        return found
+
+
 @pytest.mark.parametrize("raced", [False, True])
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
 def test_trees_by_rank_are_those_of_algorithm_3(rates: Sequence[float], raced: bool) -> None:
     """The tree has the largest sum of products of rates among all trees of the candidates."""
-    values, room = RankValues.unknown(), TreeRoom(nodes=6, rows=40, branches=6)
-    for of_kind in values:
-        of_kind._taken[:] = 0.0
-        of_kind._taken[: len(rates)] = np.array(rates) * of_kind._nodes
+    by_rank = ByRank(rates)
+    values, room = TreeValues(by_rank, by_rank), TreeRoom(nodes=6, rows=40, branches=6)
     control, _ = controlled(Fixed(LOOKAHEAD), values)
     step, world = step_of(TEXTS, room=room, raced=raced), World(raced=raced)
     control.observe(step)

@@ -29,7 +29,7 @@ from vllm_hetero_spec.lookahead.controllers import Controller, Fixed
 from vllm_hetero_spec.options import DEFAULT_TREE_WIDTH
 from vllm_hetero_spec.text.bridge import IdentityBridge
 from vllm_hetero_spec.text.context import IdentityContext
-from vllm_hetero_spec.trees.values import RankValues, TreeValues
+from vllm_hetero_spec.trees.values import TreeValues
 from vllm_hetero_spec.trees.walk import TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import race
 
@@ -164,7 +164,7 @@ def step_of(
 
 def controlled(
     controller: Controller,
-    values: TreeValues | RankValues | None = None,
+    values: TreeValues | None = None,
     *,
     can_stop_early: bool = False,
 ) -> tuple[LookaheadControl, TreePolicy]:

@@ -18,7 +18,6 @@ from vllm_hetero_spec.draft.sampling import Arrivals
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
 from vllm_hetero_spec.trees.race_tree import RaceTreeBuilder
-from vllm_hetero_spec.trees.values import RankRates
 from vllm_hetero_spec.trees.walk import ROOT, TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import first_arrivals, race
 
@@ -111,12 +110,8 @@ def test_the_best_tree(ordered: bool) -> None:
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
 def test_trees_by_rank(rates: Sequence[float]) -> None:
     """With one rate per rank the best tree is found, also if the second child is the likeliest."""
-    by_rank = RankRates(RANKS)
-    by_rank._taken = np.array(rates) * by_rank._nodes
-    ranks, nought = np.arange(RANKS), np.zeros(RANKS, np.int64)
-    shares = by_rank.shares(nought, ranks, nought, np.zeros((RANKS, 2)))
     growth = TreeBuilder()
-    grow(growth, 5, lambda node: (ranks.tolist(), shares.tolist()))
+    grow(growth, 5, lambda node: (list(range(len(rates))), list(rates)))
     tree = growth.tree.best(5)
 
     def value(path: Path) -> float:

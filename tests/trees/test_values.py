@@ -14,7 +14,6 @@ from vllm_hetero_spec.trees.values import (
     RACE_PRIOR,
     TREE_PARTS,
     ChildChances,
-    RankRates,
     TreeValues,
     greedy_evidence,
     race_evidence,
@@ -52,7 +51,7 @@ def visited(generator: np.random.Generator, count: int, truth: ChildChances | No
     return Nodes(parent, rank, depth, evidence, taken)
 
 
-def loss(chances: ChildChances | RankRates, nodes: Nodes) -> float:
+def loss(chances: ChildChances, nodes: Nodes) -> float:
     """Return the loss in nats per node."""
     shares = chances.shares(*nodes[:4])
     count = nodes.parent.max() + 1
@@ -142,17 +141,3 @@ def test_evidence_is_finite() -> None:
     found = race_evidence(np.array([0.0, np.inf, 3.0]), shares)
     assert np.isfinite(found).all()
     assert found[:, 0].tolist() == [0.0, -12.0, -3.0]
-
-
-def test_rates_of_ranks() -> None:
-    """The rate of a rank is its share of the nodes, whatever the evidence."""
-    generator, rates = np.random.default_rng(4), RankRates(3)
-    law = np.array([0.5, 0.1, 0.2])
-    for _ in range(400):
-        rank = np.arange(5)
-        taken = rank == generator.choice(6, p=[*law, 0.1, 0.0, 0.1])
-        nought = np.zeros(5, np.int64)
-        rates.observe(nought, rank, nought, np.zeros((5, 2)), taken)
-    found = rates.shares(nought, rank, nought, np.zeros((5, 2)))
-    assert found[:3] == pytest.approx(law, abs=0.1)
-    assert found[3:].tolist() == [0.0, 0.0]

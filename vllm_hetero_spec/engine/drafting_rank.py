@@ -41,7 +41,7 @@ from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions, HeteroOptions
 from vllm_hetero_spec.trees.policy import TreeChoice
-from vllm_hetero_spec.trees.values import TREE_PARTS, RankValues, TreeValues
+from vllm_hetero_spec.trees.values import TREE_PARTS, TreeValues
 
 if TYPE_CHECKING:
     import numpy as np
@@ -261,8 +261,7 @@ class DraftingRank:
             if options.debug.copies and self._planning is None and not options.draft_ahead:
                 policy = Copies(known, controller, self._stats, self._num_ids)
         if width:
-            by_rank = options.debug.tree_values == "rank"
-            values = RankValues.unknown() if by_rank else TreeValues.of(known)
+            values = TreeValues.of(known)
             branches = None if choice is None else choice.branches
             policy = self._trees = TreePolicy(values, branches, self._stats)
         control = LookaheadControl(controller, can_stop_early=can_stop, policy=policy)

@@ -25,8 +25,6 @@ _HALF_LIFE = 256  # nodes after which an observation has half its weight
 _LARGEST_STEP = 2.0  # logits, the largest change of a prediction by one update
 _LEAST_SCORE, _LARGEST_SCORE = -12.0, 6.0  # logits, relative to "no child is next"
 _LEAST_SHARE, _LARGEST_LEAD = 1e-5, 12.0  # limits of evidence; beyond them it does not matter
-_PRIOR_RATES, _PRIOR_WEIGHT = (0.5, 0.15, 0.07, 0.04), 4.0  # by rank; weight in nodes
-_RANKS = 16  # ranks with a rate of their own
 _PART = "trees"  # name in the estimates of a pair
 _SAVED_WEIGHT = 64  # nodes that all observations before a restart count for
 
@@ -154,53 +152,6 @@ class TreeValues(NamedTuple):
 
 
 TREE_PARTS: Parts = {_PART: partial(TreeValues.from_dict, weight=_SAVED_WEIGHT)}
-
-
-class RankRates:
-    """Model that uses only the rank of a child, as ERSD and Sequoia do.
-
-    The best tree always has the same shape: that of ERSD's Algorithm 3 if the acceptance
-    probability of a path is the product of the rates of its ranks.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        prior = [*_PRIOR_RATES, *[0.0] * ranks][:ranks]
-        self._nodes = _PRIOR_WEIGHT
-        self._taken = np.array(prior) * _PRIOR_WEIGHT
-
-    def shares(
-        self, parent: np.ndarray, rank: np.ndarray, depth: np.ndarray, evidence: np.ndarray
-    ) -> np.ndarray:
-        """Return P[the child is next | its parent was emitted], [m]."""
-        rates = np.append(self._taken / self._nodes, 0.0)
-        return rates[np.minimum(rank, len(self._taken))]
-
-    def observe(
-        self,
-        parent: np.ndarray,
-        rank: np.ndarray,
-        depth: np.ndarray,
-        evidence: np.ndarray,
-        taken: np.ndarray,
-    ) -> None:
-        """Update the rates; arguments as in `ChildChances.observe`."""
-        nodes = len(np.unique(parent))
-        keep = 0.5 ** (nodes / _HALF_LIFE)
-        size = len(self._taken)
-        self._nodes = self._nodes * keep + nodes
-        self._taken = self._taken * keep + np.bincount(rank[taken], minlength=size)[:size]
-
-
-class RankValues(NamedTuple):
-    """Replacement of `TreeValues` that uses only ranks."""
-
-    greedy: RankRates
-    race: RankRates
-
-    @classmethod
-    def unknown(cls) -> "RankValues":
-        """Return models without observations."""
-        return cls(RankRates(_RANKS), RankRates(_RANKS))
 
 
 def _features(rank: np.ndarray, depth: np.ndarray, evidence: np.ndarray) -> np.ndarray:

@@ -26,8 +26,6 @@ from vllm_hetero_spec.trees.layout import TreeRows, lay_out
 from vllm_hetero_spec.trees.pricing import PricedTree, trim
 from vllm_hetero_spec.trees.values import (
     ChildChances,
-    RankRates,
-    RankValues,
     TreeValues,
     greedy_evidence,
     race_evidence,
@@ -63,7 +61,7 @@ class TreePolicy(PlanPolicy):
     """
 
     def __init__(
-        self, values: TreeValues | RankValues, branches: BranchStatistics | None, stats: DraftStats
+        self, values: TreeValues, branches: BranchStatistics | None, stats: DraftStats
     ) -> None:
         self._values, self._branches, self._stats = values, branches, stats
         self.rows, self.side_tokens_accepted = sys.maxsize, 0
@@ -276,7 +274,7 @@ def _draft(req_id: str, rows: TreeRows) -> Draft:
 
 
 def _learn(
-    chances: ChildChances | RankRates, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
+    chances: ChildChances, tested: Sequence[tuple[_PendingTree, list[int], list[bool]]]
 ) -> None:
     parts, nodes = [], 0
     for found, at, taken in tested:
