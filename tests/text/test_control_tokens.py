@@ -139,6 +139,13 @@ def test_common_ends_keep_their_identity() -> None:
     assert [special.to_drafter(t) for t in (1, 2, 3)] == [1, 2, 3]
 
 
+def test_the_end_of_the_tokenizer_is_preferred() -> None:
+    """A chat model may list the end of its base model before its own."""
+    target, drafter = toy([b"a", b"", b"", b""], eos=2), toy([b"ab", b""], eos=1)
+    assert SpecialTokens(target, drafter, [3, 2], [1]).proposed == {1: 2}
+    assert SpecialTokens(target, drafter, [3], [1]).proposed == {1: 3}
+
+
 @pytest.mark.parametrize("mode", ["auto", "text"])
 def test_equal_tokenizers_ban_nothing(chatty: Family, mode: str) -> None:
     tokenizer = chatty["byte-level"]

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from laws import TEXTS, assert_lawful
 from recipes import altered
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
 
 from vllm_hetero_spec.text.bridge import make_bridge
+from vllm_hetero_spec.text.fast_model import FastModel
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.model_proto import lossy_reason
+from vllm_hetero_spec.text.token_bytes import PieceRule
 from vllm_hetero_spec.text.tokenizer import LeadingSpace
 
 VARIANTS = (
@@ -276,6 +279,15 @@ def test_dropout_is_switched_off_in_the_copy_alone(backends: dict[str, Any]) -> 
         tuple(backends["byte-level"].encode(text).ids)
     }
     assert original.model.dropout == 0.5
+
+
+def test_a_special_token_that_merges_lead_to() -> None:
+    """The merges of a hidden piece go with it. Without them, `tokenizers` refuses the model."""
+    vocabulary = {"<": 0, "s": 1, ">": 2, "s>": 3, "<s>": 4, "a": 5, "a<": 6}
+    model = FastModel(BPE(vocabulary, [("s", ">"), ("<", "s>"), ("a", "<")]), PieceRule())
+    hidden = model.without({4: "<s>", 6: "a<"})
+    assert [token.value for token in hidden.model.tokenize("a<s>")] == ["a", "<", "s>"]
+    assert [token.value for token in model.model.tokenize("a<s>")] == ["a", "<s>"]
 
 
 @pytest.mark.parametrize(

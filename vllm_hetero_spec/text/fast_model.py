@@ -105,6 +105,12 @@ class FastModel:
             state["unk_token"] = names.get(state["unk_token"], state["unk_token"])
         if self.kind == "BPE":
             state["dropout"] = None
+            start = len(state["continuing_subword_prefix"] or "")  # of the second piece in a merge
+            state["merges"] = [
+                (first, second)
+                for first, second in state["merges"]
+                if names.keys().isdisjoint((first, second, first + second[start:]))
+            ]
         copy = type(self.model)()
         copy.__setstate__(json.dumps(state).encode())
         return FastModel(copy, self.rule)

@@ -16,7 +16,7 @@ class SpecialTokens:
     other control token becomes the one of the same content.
 
     Args:
-        target_eos: All ids that end a generation, the preferred one first. None: the tokenizer's.
+        target_eos: All ids that end a generation. The tokenizer's is preferred, then the first one.
         drafter_eos: The same for the drafter.
         turn_end: Tokens of (target, drafter) that end an assistant's turn in the chat templates.
 
@@ -82,5 +82,5 @@ class SpecialTokens:
 
 def _ends(tokenizer: TextTokenizer, given: Sequence[int] | None) -> list[int]:
     if given is not None:
-        return list(given)
+        return sorted(given, key=lambda token_id: token_id != tokenizer.eos_id)
     return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
