@@ -29,7 +29,7 @@ class World:
     """A clock, and the times in seconds at which processes were started and ended."""
 
     def __init__(self) -> None:
-        self.now, self.loads_in = 0.0, 0.0
+        self.now, self.loads_in, self.lives = 0.0, 0.0, math.inf
         self.started: list[float] = []
         self.ended: list[float] = []
 
@@ -37,18 +37,27 @@ class World:
         return self.now
 
     def begin(self, *_: Any) -> Any:
-        """Return a process that is loaded after `loads_in` seconds and does nothing else."""
+        """Return a process that is loaded after `loads_in` seconds, and ends after `lives` more."""
         began, loads_in = self.now, self.loads_in
         self.started.append(began)
+        gone: list[bool] = []
 
         def answer() -> Ready | None:
+            if self.now > began + loads_in + self.lives:
+                raise ConnectionError("it has ended")
             return Ready(1, 1) if self.now >= began + loads_in else None
+
+        def end() -> None:
+            if not gone:
+                gone.append(True)
+                self.ended.append(self.now)
 
         return SimpleNamespace(
             answer=answer,
             wait=lambda: Ready(1, 1),
             send=lambda commit: True,
-            close=lambda: self.ended.append(self.now),
+            close=end,
+            kill=end,
             table=SimpleNamespace(counts=Counts()),
         )
 
@@ -100,6 +109,17 @@ def test_a_process_that_loads_for_long_is_waited_for(world: World) -> None:
     world.now += 10 * LONGEST_START
     assert kept.up
     assert (len(world.started), len(world.ended), kept.restarts) == (2, 1, 1)
+
+
+def test_rests_grow_if_each_process_ends_soon_after_it_has_loaded(world: World) -> None:
+    """The time to load is no part of a healthy life."""
+    kept = started(world, 70.0)
+    world.lives = 1.0
+    while len(world.started) < 6:
+        _ = kept.up
+        world.now += 0.5
+    rests = [start - end for start, end in zip(world.started[2:], world.ended[1:], strict=False)]
+    assert rests == [2.0, 4.0, 8.0, 16.0]
 
 
 def test_what_was_done_is_not_forgotten_with_the_process_that_did_it(world: World) -> None:
@@ -154,6 +174,28 @@ def test_a_process_is_killed_only_where_it_does_not_end(
     assert len(list(tmp_path.iterdir())) == (ends != 0)
 
 
+def test_a_process_ends_with_its_engine_while_it_does_something_else() -> None:
+    """It may load for minutes, or hang. The memory of its device is free at once."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = (
+        "import socket, sys, threading, time\n"
+        "from vllm_hetero_spec.engine.ahead.drafter_main import end_with\n"
+        "messages = socket.socket(fileno=int(sys.argv[1]))\n"
+        "threading.Thread(target=end_with, args=[messages], daemon=True).start()\n"
+        "messages.send(b'there')\n"
+        "time.sleep(1000)\n"
+    )
+    with theirs:
+        command = [sys.executable, "-c", program, str(theirs.fileno())]
+        child = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+    assert ours.recv(8) == b"there"
+    ours.send(b"a message is no end")
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    ours.close()
+    assert child.wait(100.0) == 0
+
+
 def test_a_fork_does_not_hold_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would continue after its engine was killed, as long as a fork lives."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -181,6 +223,7 @@ def test_an_engine_that_ends_while_its_drafter_loads_is_no_error(
     ours.close()
     ended: list[int] = []
     monkeypatch.setattr(drafter_main, "load", load)
+    monkeypatch.setattr(drafter_main, "end_with", lambda _: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["", str(theirs.detach()), "0"])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
@@ -215,6 +258,28 @@ def test_what_ends_with_messages_unread_is_named(
     said = says or "the drafter's process has ended"
     assert f"Drafter process failed ({said}); restarting in 1 s" in caplog.text
     kept.rest()
+
+
+def test_a_hung_process_is_killed_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's step would wait for it."""
+    (tmp_path / "hanging.py").write_text(
+        "import socket, sys, time\n"
+        "engine = socket.socket(fileno=int(sys.argv[1]))\n"
+        f"engine.send({encode(Ready(1, 1))!r})\n"
+        "time.sleep(1000)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(supervisor, "_PROGRAM", "hanging")
+    monkeypatch.setattr(supervisor, "_end", pytest.fail)
+    deployment: Any = SimpleNamespace(table_shape=(1, 1, 1, 0), cores=())
+    kept = SupervisedProcess(deployment)
+    kept.start()
+    assert kept._process is not None
+    child = kept._process._child
+    kept._lose(OSError("it was silent"))
+    assert child.wait(100.0) == -signal.SIGKILL
 
 
 def test_a_deployment_that_cannot_be_read_is_refused_in_a_sentence() -> None:

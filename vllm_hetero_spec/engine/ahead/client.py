@@ -280,13 +280,13 @@ class ProcessSource:
         rows = [RequestUpdate(slot, -1, ids, [], 1, salt=salt) for slot, ids in enumerate(texts)]
         if not self._process.send(UpdateBatch(self._serial, [], rows)):
             raise RuntimeError("the drafter process does not read messages")
+        self.pool.closed |= {row.slot for row in rows}  # by the next message
         deadline = time.perf_counter() + _LONGEST_FORWARD
         for row in rows:
             while (of := self._process.table.read(row.slot)) is None or of.serial != self._serial:
                 if time.perf_counter() > deadline:
                     raise TimeoutError("the drafter's process does not answer")
                 time.sleep(_A_MOMENT)
-        self.pool.closed |= {row.slot for row in rows}
         self._before = self._process.counts
 
     def _wanted(self, task: DraftTask, drafts: int) -> int:

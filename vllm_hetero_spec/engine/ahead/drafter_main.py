@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ def main() -> None:
     """Load the drafter, report the result to the engine, and draft."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it and closes the socket
     messages, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=end_with, args=[messages], daemon=True).start()
     cores = set(map(int, sys.argv[3:]))
     if cores:
         os.sched_setaffinity(0, cores)
@@ -48,6 +50,14 @@ def main() -> None:
             messages.send(encode(ready))
             serve(server, messages)
     # No clean-up: a process group may search for its deleted folder for minutes when it ends.
+    os._exit(0)
+
+
+def end_with(messages: socket.socket) -> None:
+    """End this process when the engine closes its socket, also while it loads or hangs."""
+    closed = select.poll()
+    closed.register(messages, 0)  # for a hang-up only
+    closed.poll()
     os._exit(0)
 
 
@@ -164,9 +174,10 @@ def serve(server: "DraftingServer", messages: socket.socket) -> None:
     from vllm_hetero_spec.engine.ahead.messages import LONGEST, update_batch_of
 
     set_process_title(_TITLE)
-
+    there = select.poll()
+    there.register(messages, select.POLLIN)
     while True:
-        while select.select([messages], [], [], 0 if server.busy else None)[0]:
+        while there.poll(0 if server.busy else None):
             message = messages.recv(LONGEST)
             if not message:
                 return

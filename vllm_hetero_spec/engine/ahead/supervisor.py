@@ -45,7 +45,7 @@ _LONGEST_END = 1.0
 SILENCE = 30.0
 # Seconds; the delay of a restart doubles from 1 up to this.
 _LONGEST_REST = 60.0
-# Seconds; after so long a life the delay begins at 1 again.
+# Seconds; if a loaded process lives so long, the delay begins at 1 again.
 _HEALTHY = 60.0
 # Sockets of running drafter processes. A fork of this process closes its copies, because a drafter
 # process ends when the last copy is closed.
@@ -89,7 +89,9 @@ class DrafterProcess:
 
     def wait(self) -> Ready:
         """Wait until the drafter is loaded. Raises `ConfigError` if it cannot be."""
-        select.select([self._socket], [], [], LONGEST_START)
+        there = select.poll()  # `select` has a limit of 1,024 open files
+        there.register(self._socket, select.POLLIN)
+        there.poll(1e3 * LONGEST_START)
         why = f"no message from it in {LONGEST_START:.0f} s"
         try:
             answer = self.answer()
@@ -104,6 +106,12 @@ class DrafterProcess:
             f"the drafter's own process could not be started ({why}); see its messages above, or "
             'leave out "draft_ahead".'
         )
+
+    def kill(self) -> None:
+        """End the process at once, and do not wait for that."""
+        self.close.detach()
+        self._socket.close()
+        self._child.kill()
 
     def answer(self) -> Ready | Failed | None:
         """Return the next message, or None. Raises `ConnectionError` if the process has ended."""
@@ -143,13 +151,13 @@ class SupervisedProcess:
         self.life = 0
         self._past = Counts()  # sums over processes that have ended
         self._failures = 0
-        self._began = self._again = self._heard = 0.0
+        self._began = self._loaded_at = self._again = self._heard = 0.0
         self._beats, self._sent = 0, False  # at the last check; True if something was sent since
 
     def start(self) -> Ready:
         """Start the first process, and wait until the drafter is loaded. Raises `ConfigError`."""
         ready = self._launch().wait()
-        self._loaded = True
+        self._loaded, self._loaded_at = True, time.monotonic()
         return ready
 
     @property
@@ -218,7 +226,7 @@ class SupervisedProcess:
         if isinstance(answer, Failed):
             raise ConnectionError(answer.sentence)
         if answer is not None:
-            self._loaded = True
+            self._loaded, self._loaded_at = True, now
         if not self._loaded and now - self._began > LONGEST_START:
             raise ConnectionError(f"the drafter's process did not load in {LONGEST_START:.0f} s")
         beats = process.table.counts.beats
@@ -228,7 +236,7 @@ class SupervisedProcess:
             raise ConnectionError(f"the drafter's process was silent for {SILENCE:.0f} s")
 
     def _lose(self, error: OSError) -> None:
-        if time.monotonic() - self._began > _HEALTHY:
+        if self._loaded and time.monotonic() - self._loaded_at > _HEALTHY:
             self._failures = 0
         rest = min(2.0**self._failures, _LONGEST_REST)
         logger.warning(
@@ -238,6 +246,8 @@ class SupervisedProcess:
         )
         self._failures += 1
         self._again = time.monotonic() + rest
+        if self._process is not None:
+            self._process.kill()
         self._end()
 
     def _end(self) -> None:
