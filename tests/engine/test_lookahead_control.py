@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.ahead.control import PrecomputedDrafts
+from vllm_hetero_spec.engine.drafter.requests import NEVER
 from vllm_hetero_spec.engine.drafter.tasks import DraftTiming
 from vllm_hetero_spec.engine.lookahead_control import LookaheadControl, StepPlan
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
@@ -317,6 +318,14 @@ def test_who_has_ended_is_left_alone() -> None:
     full = step_of({"a": [1]})
     assert not any(replace(full, max_model_len=10).going_on)
     assert all(replace(full, max_model_len=11).going_on)
+
+
+def test_nothing_is_planned_for_a_retired_request() -> None:
+    """No draft of it would ever end the plans."""
+    control = LookaheadControl(Fixed(4), can_stop_early=False)
+    step = step_of({"a": [1], "b": [1]}, buckets=[0, 2, 4])
+    control.observe(step)
+    assert control.plan(step, [NEVER, 1]) == StepPlan([0, 4], [False, True])
 
 
 def test_the_controller_is_told_whether_trees_have_room() -> None:

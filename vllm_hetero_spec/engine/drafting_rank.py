@@ -297,6 +297,7 @@ class DraftingRank:
         wanted = [index for index, reads in enumerate(plan.reads) if reads]
         self._stats.skip("catching_up", times=plan.num_waiting)
         others = len({*wanted, *plan.copied}) + plan.num_waiting
+        others += self.requests.skip_retired(step, plan.copied)
         self._stats.skip("not_worth_it", times=sum(step.going_on) - others)
         if not wanted:
             return []

@@ -8,6 +8,7 @@ of new requests.
 
 from collections.abc import Sequence
 
+from vllm_hetero_spec.engine.drafter.requests import NEVER
 from vllm_hetero_spec.engine.seam.step_view import StepView
 
 LONG_PREFILL = 128  # tokens; a shorter drafter prefill costs about one target step
@@ -33,7 +34,8 @@ def request_limits(step: StepView, unread: Sequence[int]) -> tuple[list[int], di
     own, limits, num_waiting = {}, [], 0
     every = zip(step.requests, step.going_on, begins, unread, strict=True)
     for request, goes_on, begun, left in every:
-        limit, asked = longest if goes_on else 0, request.params.lookahead
+        limit = longest if goes_on and left < NEVER else 0
+        asked = request.params.lookahead
         waits = first_tokens and request.num_output_tokens <= _PATIENCE and left > LONG_PREFILL
         if limit and (waits or (begun and on_their_way)):
             limit, num_waiting = 0, num_waiting + 1

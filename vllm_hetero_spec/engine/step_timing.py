@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.pair_file import PairFile
+from vllm_hetero_spec.engine.request_limits import LONG_PREFILL
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
@@ -31,8 +32,6 @@ logger = logging.getLogger("vllm.hetero_spec")
 # Seconds of timing for each model; sizes that would take longer are extrapolated.
 BUDGET = 2.0
 _REPEATS = 3
-# Context tokens of a timed prefill: enough to outweigh the rest of the forward.
-_CONTEXT = 128
 Points = list[tuple[int, float]]
 
 
@@ -151,7 +150,8 @@ def known_of_pair(
     source, alone = drafting.source, options.tensor_parallel == "rank0"
     most = config.scheduler_config.max_num_seqs
     steps = time_steps(source.step, most, bool if alone else agree)
-    context = min(_CONTEXT, source.max_length, seam.max_num_tokens)
+    # As many as outweigh the rest of the forward.
+    context = min(LONG_PREFILL, source.max_length, seam.max_num_tokens)
     costs = CostModel(target, steps, catch_up=time_catch_up(source.read, context, steps[0][1]))
     logger.info("Timed target and drafter in %.1f s.", time.perf_counter() - began)
     if not group.is_first_rank:

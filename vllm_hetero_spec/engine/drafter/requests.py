@@ -2,7 +2,7 @@
 """The drafter's state of each request: its context in drafter ids, and the KV written for it."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
@@ -19,6 +19,7 @@ from vllm_hetero_spec.text.bridge import Bridge, Context
 # tokens; longer than any word. The last drafter tokens of a context may merge with later text, so
 # their KV is not published for reuse.
 UNSTABLE_TAIL = 32
+NEVER = 1 << 30  # unread tokens of a request that is not drafted any more
 
 # What a pool keeps of a sequence: its KV blocks, unless another process manages them.
 Table = TypeVar("Table", default=BlockTable)
@@ -199,14 +200,32 @@ class Requests:
             if req_id not in step.index_of and state.sequence is not None:
                 yield state
 
+    def skip_retired(self, step: StepView, copied: Collection[int]) -> int:
+        """Count the requests that are not drafted any more, by reason. Return their number.
+
+        Those at the batch indices `copied` have a draft that is not the drafter's.
+        """
+        found = 0
+        for index, (request, goes_on) in enumerate(zip(step.requests, step.going_on, strict=True)):
+            state = self._states.get(request.req_id)
+            if goes_on and state is not None and state.retired and index not in copied:
+                self._stats.skip(state.retired)
+                found += 1
+        return found
+
     def num_unread(self, step: StepView) -> list[int]:
-        """Estimate for each request the number of context tokens that the drafter has not read."""
+        """Estimate for each request the number of context tokens that the drafter has not read.
+
+        It is `NEVER` for a retired request.
+        """
         unread = []
         for request in step.requests:
             state = self._states.get(request.req_id)
             if state is None:
                 text = len(request.prompt_text) + request.num_output_tokens
                 unread.append(text if text <= self._longest else self._longest // 2)
+            elif state.retired:
+                unread.append(NEVER)
             else:
                 news = len(request.token_ids) - state.num_target
                 unread.append(news + state.num_uncached)
