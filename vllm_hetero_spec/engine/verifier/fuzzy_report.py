@@ -19,7 +19,7 @@ class FuzzyRule:
     """`verify.fuzzy` with counts for each request, which are read after a step's tokens.
 
     A sampled draft token passes if its divergence is below `threshold`. `receiver` makes a receiver
-    for three float64 per request; each part of a batch needs one.
+    for two float64 per request; each part of a batch needs one.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FuzzyRule:
         self._make_receiver, self._stats = receiver, stats
         self._receivers: list[Receiver] = []
         self._coming: list[tuple[Sequence[str], Fetched]] = []  # one for each part of a step
-        # By request: emitted tokens, tokens accepted by the fuzzy rule only, and total variation.
+        # By request: tokens accepted by the fuzzy rule only, and total variation.
         self._accounts: dict[str, np.ndarray] = {}
 
     def __call__(
@@ -45,27 +45,25 @@ class FuzzyRule:
             return found.verdict
         if len(self._coming) == len(self._receivers):
             self._receivers.append(self._make_receiver())
-        figures = [found.verdict.accepted + 1, found.only_fuzzy, found.variation]
-        stacked = torch.stack([figure.to(torch.float64) for figure in figures])
+        stacked = torch.stack([found.only_fuzzy.to(torch.float64), found.variation.double()])
         self._coming.append((drafts.req_ids, self._receivers[len(self._coming)].fetch(stacked)))
         return found.verdict
 
-    def keep(self, live: Collection[str]) -> None:
-        """Report ended requests. Call this when a step's tokens are on the host."""
+    def keep(self, live: Collection[str], greedy: Collection[str]) -> None:
+        """Report ended requests when a step's tokens are on the host, but no `greedy` ones."""
         coming, self._coming = self._coming, []
         for req_ids, fetched in coming:
-            figures = fetched.wait()
-            self._stats.fuzzy_tokens += int(figures[1].sum())
-            self._stats.fuzzy_variation += float(figures[2].sum())
-            for req_id, own in zip(req_ids, figures.T, strict=True):
-                self._accounts[req_id] = self._accounts.get(req_id, 0) + own
+            for req_id, own in zip(req_ids, fetched.wait().T, strict=True):
+                if req_id not in greedy:
+                    self._stats.fuzzy_tokens += int(own[0])
+                    self._stats.fuzzy_variation += float(own[1])
+                    self._accounts[req_id] = self._accounts.get(req_id, 0) + own
         for req_id in self._accounts.keys() - live:
-            tokens, only_fuzzy, variation = self._accounts.pop(req_id)
+            only_fuzzy, variation = self._accounts.pop(req_id)
             logger.info(
-                "Lossy request %s: %.1f%% of %d tokens accepted only by the fuzzy rule; total "
-                "variation from the target's distribution at most %.3f.",
+                "Lossy request %s: %d tokens accepted only by the fuzzy rule; total variation from "
+                "the target's distribution at most %.3f.",
                 req_id,
-                100 * only_fuzzy / max(1, tokens),
-                tokens,
+                only_fuzzy,
                 min(1.0, variation),
             )
