@@ -10,10 +10,10 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_hetero_spec.draft.sampling import BatchSampler
-from vllm_hetero_spec.engine.seam import nodes
+from vllm_hetero_spec.engine.verifier import draft_probs
 
-nodes.in_the_same_node_as = lambda group: [rank == 0 for rank in range(group.size())]
-nodes.SPARSE_TOP_K = 2
+draft_probs.in_the_same_node_as = lambda group: [rank == 0 for rank in range(group.size())]
+draft_probs.SPARSE_TOP_K = 2
 
 
 class FarApart(CPUWorker):

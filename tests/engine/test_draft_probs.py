@@ -105,6 +105,16 @@ def test_a_draft_is_cut_with_all_that_belongs_to_it() -> None:
     assert draft.first(0).tokens == []
 
 
+def test_padding_has_no_draft_probs() -> None:
+    """vLLM pads the step of a request that comes back after preemption. Its draft is void."""
+    pending, (draft,) = PendingDraftProbs(), drafted([2])
+    assert draft.draft_probs is not None
+    pending.put("0", draft.draft_probs)
+    batch = pending.batch(["0"], [2], torch.tensor([-1, -1]), [0], [0], void=["0"])
+    assert batch.row_of is None
+    assert not pending._pending
+
+
 def test_requests_that_do_not_exist_have_certain_drafts() -> None:
     """vLLM profiles with dummy requests, which are not in the batch."""
     batch = batch_of(PendingDraftProbs(), [], [1, 1], [0, 0])

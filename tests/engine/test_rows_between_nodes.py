@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_hetero_spec.engine.seam import nodes
+from vllm_hetero_spec.engine.verifier import draft_probs
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ from vllm_hetero_spec.engine.seam import nodes
 def test_rows_have_few_tokens_between_nodes(
     size: int, same: list[bool], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "in_the_same_node_as", lambda group: same)
+    monkeypatch.setattr(draft_probs, "in_the_same_node_as", lambda group: same)
     # `far_apart` may have set a smaller number in this process.
-    monkeypatch.setattr(nodes, "SPARSE_TOP_K", 64)
+    monkeypatch.setattr(draft_probs, "SPARSE_TOP_K", 64)
     group = SimpleNamespace(world_size=size, cpu_group=None)
-    assert nodes.likeliest_between(group) == expected  # type: ignore[arg-type]
+    assert draft_probs.likeliest_between(group) == expected  # type: ignore[arg-type]

@@ -42,6 +42,7 @@ def runner() -> SimpleNamespace:
             req_ids=["a", "b"],
             num_tokens_no_spec=np.array([5, 4]),
             token_ids_cpu=np.arange(20).reshape(2, 10),
+            spec_token_ids=[[], []],
         ),
         max_model_len=100,
         model_config=SimpleNamespace(seed=0),
@@ -180,5 +181,7 @@ def test_the_batch_that_tokens_are_chosen_for(runner: SimpleNamespace) -> None:
     batch = seam.batch()
     assert (list(batch.req_ids), list(batch.num_output_tokens)) == (["a", "b"], [2, 0])
     assert batch.noise_seeds[0] == 3
+    runner.input_batch.spec_token_ids = [[5, 6], [-1, -1]]
+    assert seam.batch().void == ["b"]
     runner.input_batch.req_ids.clear()  # vLLM profiles with requests that do not exist
     assert not seam.batch().req_ids

@@ -18,13 +18,14 @@ from vllm_hetero_spec.engine.drafter.loading import faults_named
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
 from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
-from vllm_hetero_spec.engine.seam import nodes, runner_choice
+from vllm_hetero_spec.engine.seam import runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
 from vllm_hetero_spec.engine.seam.sleep_mode import kept_in_sleep
 from vllm_hetero_spec.engine.seam.spec_config import HeteroSpeculativeConfig
 from vllm_hetero_spec.engine.seam.step_view import StepView
 from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_hooks
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
+from vllm_hetero_spec.engine.verifier.draft_probs import likeliest_between
 from vllm_hetero_spec.engine.verifier.install import Verifier
 
 logger = logging.getLogger("vllm.hetero_spec")
@@ -76,8 +77,9 @@ class HeteroProposer(Proposer):
         group = get_tp_group()
         self._first_rank, self._alone = group.rank_in_group == 0, group.world_size == 1
         assert self._verifier is not None
-        likeliest = nodes.likeliest_between(group)
-        if group.world_size > 1 and self.options.method != "slem":
+        likeliest = likeliest_between(group)
+        races = self.options.verification == "race"  # does not read draft_probs
+        if group.world_size > 1 and self.options.method != "slem" and not races:
             self._verifier.share_among(group, likeliest)
         if group.world_size == 1 or self._first_rank or self.options.tensor_parallel == "sharded":
             with kept_in_sleep(self.vllm_config), faults_named(self._drafter_config):
@@ -219,6 +221,8 @@ class HeteroProposer(Proposer):
         if self.drafting is not None:
             self.drafting.show()
             self.drafting.source.close()
+        if self._verifier is not None:
+            self._verifier.close()
         self.drafting = self._step = None
 
     def reset(self) -> None:

@@ -109,9 +109,11 @@ class RunnerV1(Runner):
 
     def batch(self) -> BatchView:
         """Return the batch for which tokens are being sampled."""
-        states, req_ids = self._runner.requests, list(self._runner.input_batch.req_ids)
+        states, batch = self._runner.requests, self._runner.input_batch
+        req_ids, drafted = list(batch.req_ids), batch.spec_token_ids
         return BatchView(
             req_ids=req_ids,
+            void=[of for of, ids in zip(req_ids, drafted, strict=False) if ids and ids[0] < 0],
             noise_seeds=[self._params_of(req_id).noise_seed for req_id in req_ids],
             num_output_tokens=[len(states[req_id].output_token_ids) for req_id in req_ids],
             trees=None if self.trees is None else self.trees.view(),

@@ -188,6 +188,7 @@ class BatchView:
         lengths: Draft tokens of each request.
         trees: Draft trees; None if all drafts are chains.
         named: Maximum number of `logprob_token_ids` of a request.
+        void: Requests whose draft tokens in this step are padding.
     """
 
     req_ids: Sequence[str]
@@ -196,3 +197,4 @@ class BatchView:
     lengths: Sequence[int] = ()
     trees: TreesView | None = None
     named: int = 0
+    void: Collection[str] = ()

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import in_the_same_node_as
 
 from vllm_hetero_spec.draft.draft import DraftProbs
-from vllm_hetero_spec.draft.sparse_rows import pack, unpack
+from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, pack, unpack
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
@@ -45,6 +46,7 @@ class PendingDraftProbs:
         tokens: torch.Tensor,
         seeds: Sequence[int] | np.ndarray | None,
         places: Sequence[int] | torch.Tensor | None,
+        void: Collection[str] = (),
     ) -> DraftBatch:
         """Return the drafts of a step with their draft_probs, and delete these here.
 
@@ -53,6 +55,7 @@ class PendingDraftProbs:
             lengths: [B], draft tokens. A draft may be cut at its end, or padded there with -1.
             tokens: int64 [N], draft tokens.
             seeds, places: [B], as in `DraftBatch`.
+            void: Requests whose draft tokens are padding. Their draft_probs belong to no token.
         """
         # All requests of a round share one table, whose `id()` is the key. The values are the table
         # and its first row in the batch.
@@ -61,7 +64,7 @@ class PendingDraftProbs:
         total = 0
         for req_id, length in zip(req_ids, lengths, strict=True) if req_ids else ():
             probs = self._pending.pop(req_id, None) if length else None
-            if probs is None:
+            if probs is None or req_id in void:
                 row_of += [-1] * length
                 continue
             if id(probs.rows) not in rounds:
@@ -80,6 +83,17 @@ class PendingDraftProbs:
             req_ids=req_ids,
             send=self._send,
         )
+
+
+def likeliest_between(group: "GroupCoordinator") -> int | None:
+    """Return the number of likeliest drafter tokens to sample from; None for all. Collective.
+
+    Within a node, ranks exchange whole rows. Between nodes these would be megabytes per request and
+    step.
+    """
+    if group.world_size == 1 or all(in_the_same_node_as(group.cpu_group)):
+        return None
+    return SPARSE_TOP_K
 
 
 def shared(

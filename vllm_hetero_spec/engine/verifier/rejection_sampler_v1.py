@@ -86,6 +86,7 @@ class HeteroRejectionSamplerV1(RejectionSampler):
             metadata.draft_token_ids.long(),
             None if sampling_metadata.all_greedy else view.noise_seeds or nowhere,
             view.num_output_tokens or nowhere,
+            view.void,
         )
         with self._racing.behind(drafts) if self._racing is not None else nullcontext():
             bonus = self.sampler(
