@@ -176,22 +176,24 @@ class TextContext:
             self._lost = lost
 
     def _split_as_target(self, tail_ids: Sequence[int]) -> Sequence[int]:
-        """Encode a tail that ends in white space as if a word followed, if the target did so.
+        """Encode a tail that ends in white space as if a word followed, if that is likely.
 
         Pre-tokenizers give the last space of a run to the next word. At the end of a text the run
-        becomes one token, after which the drafter expects more white space. If the target has split
-        a run that it could write as one token, the run is complete.
+        becomes one token, after which the drafter expects more white space. The run is complete if
+        the target split what it could write as one token, and most likely behind a paragraph.
         """
         if not tail_ids or not self.tail[-1].isspace() or self.target_ids[-1] == UNKNOWN_ID:
             return tail_ids
-        ours = self._drafter.token_bytes[tail_ids[-1]]
-        theirs = self._target.token_bytes[self.target_ids[-1]]
-        if len(ours) <= len(theirs) or not theirs.isspace():
-            return tail_ids
-        run = self.tail[len(self.tail.rstrip()) :]
-        joined = self._target.encode(run)
-        if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
-            return tail_ids
+        text = self.tail.rstrip()
+        run, line = self.tail[len(text) :], text.rpartition("\n")[2]
+        if not run.endswith("\n\n") or line[:1].isspace():
+            ours = self._drafter.token_bytes[tail_ids[-1]]
+            theirs = self._target.token_bytes[self.target_ids[-1]]
+            if len(ours) <= len(theirs) or not theirs.isspace():
+                return tail_ids
+            joined = self._target.encode(run)
+            if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
+                return tail_ids
         followed = self._drafter.encode(self.tail + cuts.ANY_WORD)
         ends_in_word = (
             followed and self._drafter.token_bytes[followed[-1]] == cuts.ANY_WORD.encode()
