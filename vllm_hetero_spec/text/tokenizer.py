@@ -208,6 +208,16 @@ class TextTokenizer:
         return [self.byte_ids[byte] for byte in data if self.byte_ids[byte] >= 0]
 
 
+def alike(one: TextTokenizer, other: TextTokenizer) -> tuple[TextTokenizer, TextTokenizer]:
+    """Return both without the special tokens that one model has no row for, if they equal then."""
+    rows = min(one.vocab_size, other.vocab_size)
+    try:
+        limited = one.limited_to(rows), other.limited_to(rows)
+    except UnsupportedTokenizer:
+        return one, other
+    return limited if limited[0].fingerprint == limited[1].fingerprint else (one, other)
+
+
 def _bytes_of(char: str) -> bytes:
     """Return the UTF-8 bytes of a character, or the byte of an escape, or b"" for a surrogate."""
     return char.encode("utf-8", "surrogateescape") if not "\ud800" <= char < "\udc80" else b""

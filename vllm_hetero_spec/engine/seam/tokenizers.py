@@ -16,7 +16,7 @@ from vllm_hetero_spec.text.bridge import Bridge, make_bridge
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import straddling
-from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
+from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer, alike
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -53,6 +53,7 @@ def load_pair(target: ModelConfig, drafter: ModelConfig, options: HeteroOptions)
     """
     target_tokenizer, target_chat = _load("target", target)
     drafter_tokenizer, drafter_chat = _load("drafter", drafter)
+    target_tokenizer, drafter_tokenizer = alike(target_tokenizer, drafter_tokenizer)
     try:
         bridge = make_bridge(
             target_tokenizer,
