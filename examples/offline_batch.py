@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.paths import demo_folder
 
-DEMO = demo_folder()
+DEMO_PAIR = [str(demo_folder() / "target-wide"), str(demo_folder() / "drafter")]
 PROMPTS = [
     "def read_lines(path):\n    with open(",
     "class Stack:\n    def __init__(self):\n        self.items",
@@ -31,15 +31,17 @@ CPU = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", nargs="?", default=str(DEMO / "target-wide"))
-    parser.add_argument("drafter", nargs="?", default=str(DEMO / "drafter"))
+    parser.add_argument("models", nargs="*", metavar="TARGET DRAFTER", default=DEMO_PAIR)
     arguments = parser.parse_args()
+    if len(arguments.models) != 2:
+        parser.error("name TARGET and DRAFTER, or neither")
+    target, drafter = arguments.models
 
     llm = LLM(
-        model=arguments.target,
+        model=target,
         speculative_config={
             "method": "hetero",
-            "model": arguments.drafter,
+            "model": drafter,
             "num_speculative_tokens": 4,
         },
         **({} if torch.cuda.is_available() else CPU),

@@ -4,18 +4,17 @@
 python examples/ray_data.py [TARGET DRAFTER] [--engines 2] [--out FOLDER]
 
 Without names it runs the demo models of scripts/quickstart.sh. It needs vllm-hetero-spec[ray]. It
-runs in the Ray cluster that RAY_ADDRESS names, or starts one on this machine.
+runs in the Ray cluster that RAY_ADDRESS names or that runs on this machine, or starts one.
 """
 
 import argparse
 
 import ray
-import torch
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
 from vllm_hetero_spec.paths import demo_folder
 
-DEMO = demo_folder()
+DEMO_PAIR = [str(demo_folder() / "target-wide"), str(demo_folder() / "drafter")]
 PROMPTS = [
     "def read_lines(path):\n    with open(",
     "class Stack:\n    def __init__(self):\n        self.items",
@@ -33,19 +32,22 @@ CPU = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", nargs="?", default=str(DEMO / "target-wide"))
-    parser.add_argument("drafter", nargs="?", default=str(DEMO / "drafter"))
+    parser.add_argument("models", nargs="*", metavar="TARGET DRAFTER", default=DEMO_PAIR)
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--out", help="a folder for the answers, as JSON lines")
     arguments = parser.parse_args()
+    if len(arguments.models) != 2:
+        parser.error("name TARGET and DRAFTER, or neither")
+    target, drafter = arguments.models
 
-    gpu = torch.cuda.is_available()
+    ray.init()  # joins the cluster of RAY_ADDRESS or of this machine, or starts one
+    gpu = ray.cluster_resources().get("GPU", 0) > 0
     config = vLLMEngineProcessorConfig(
-        model_source=arguments.target,
+        model_source=target,
         engine_kwargs={
             "speculative_config": {
                 "method": "hetero",
-                "model": arguments.drafter,
+                "model": drafter,
                 "num_speculative_tokens": 4,
             },
             **({} if gpu else CPU),

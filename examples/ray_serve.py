@@ -4,20 +4,20 @@
 python examples/ray_serve.py [TARGET DRAFTER] [--replicas 2] [--port 8000]
 
 Without names it serves the demo models of scripts/quickstart.sh. It needs vllm-hetero-spec[ray] and
-vLLM 0.32. It runs in the Ray cluster that RAY_ADDRESS names, or starts one on this machine, until
-Ctrl-C. Send requests with examples/client.py.
+vLLM 0.32. It runs in the Ray cluster that RAY_ADDRESS names or that runs on this machine, or starts
+one, until Ctrl-C. Send requests with examples/client.py.
 """
 
 import argparse
 import time
 
-import torch
+import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
 from vllm_hetero_spec.paths import demo_folder
 
-DEMO = demo_folder()
+DEMO_PAIR = [str(demo_folder() / "target-wide"), str(demo_folder() / "drafter")]
 # For a CPU, where vLLM by default takes most of the memory and compiles for minutes.
 CPU = {
     "dtype": "float32",
@@ -29,21 +29,24 @@ CPU = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", nargs="?", default=str(DEMO / "target-wide"))
-    parser.add_argument("drafter", nargs="?", default=str(DEMO / "drafter"))
+    parser.add_argument("models", nargs="*", metavar="TARGET DRAFTER", default=DEMO_PAIR)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
+    if len(arguments.models) != 2:
+        parser.error("name TARGET and DRAFTER, or neither")
+    target, drafter = arguments.models
 
-    gpu = torch.cuda.is_available()
+    ray.init()  # joins the cluster of RAY_ADDRESS or of this machine, or starts one
+    gpu = ray.cluster_resources().get("GPU", 0) > 0
     config = LLMConfig(
-        model_loading_config={"model_id": "target", "model_source": arguments.target},
+        model_loading_config={"model_id": "target", "model_source": target},
         accelerator_config=None if gpu else {"kind": "cpu"},
         deployment_config={"num_replicas": arguments.replicas},
         engine_kwargs={
             "speculative_config": {
                 "method": "hetero",
-                "model": arguments.drafter,
+                "model": drafter,
                 "num_speculative_tokens": 4,
             },
             **({} if gpu else CPU),

@@ -7,6 +7,10 @@
 
 set -euo pipefail
 
+if [ $# -eq 1 ] || [[ "${1-}" == -* ]]; then
+    echo "error: name TARGET and DRAFTER, before any flags, or neither for the demo models" >&2
+    exit 2
+fi
 demo=${HETERO_SPEC_DEMO:-${XDG_CACHE_HOME:-~/.cache}/vllm_hetero_spec/demo}
 target="${1:-$demo/target-wide}"
 drafter="${2:-$demo/drafter}"

@@ -154,14 +154,14 @@ class HeteroOptions(Table):
             )
         if not self.tree_nodes and self.debug.tree_width != DEFAULT_TREE_WIDTH:
             raise ConfigError(
-                'tree_width is about draft trees, and there are none without "tree_nodes" above 0; '
-                "leave it out or ask for them."
+                'debug.tree_width has no effect without "tree_nodes" above 0; set tree_nodes, or '
+                "leave it out."
             )
         if self.draft_ahead:
             self._check_drafting_ahead()
         elif self.drafter_device is not None:
             raise ConfigError(
-                'drafter_device belongs to "draft_ahead": true; leave it out or ask for that.'
+                'drafter_device needs "draft_ahead": true; add that, or leave it out.'
             )
         return self
 
@@ -305,7 +305,7 @@ def _move_old_keys(given: dict[str, Any]) -> None:
             table = table.setdefault(part, {}) if part == "debug" else table.get(part)
             if not isinstance(table, dict):
                 where = ".".join(way)
-                raise ConfigError(f"{name} belongs to {where}; leave it out or ask for that.")
+                raise ConfigError(f"{name} needs {where}; set that, or leave {name} out.")
         if last in table and table[last] != value:
             where = ".".join((*way, last))
             raise ConfigError(f"{name} and {where} are one key with two values; leave {name} out.")

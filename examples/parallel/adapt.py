@@ -30,10 +30,13 @@ KINDS = {".py", ".md", ".txt"}
 
 
 def read(paths: Sequence[Path]) -> list[str]:
-    """Read all text files; those of a folder are found at any depth."""
-    found = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    files = [file for file in sorted(found) if file.is_file() and file.suffix in KINDS]
-    return [file.read_text(encoding="utf-8", errors="ignore") for file in files]
+    """Read the named files, and the text files of folders at any depth."""
+    found = {path for path in paths if path.is_file()}
+    found |= {file for path in paths for file in path.rglob("*") if file.suffix in KINDS}
+    texts = [file.read_text(encoding="utf-8", errors="ignore") for file in sorted(found)]
+    if not any(texts):
+        sys.exit("error: --texts contains no text; name files, or folders with .py, .md or .txt")
+    return texts
 
 
 def stream(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
