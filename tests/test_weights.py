@@ -8,15 +8,19 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import save_file
 
 from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.inputs import tokenizer_source
+from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.inputs.weights import (
     NO_GGUF,
     fetch_weights,
     missing_weights,
     tensors_of,
     wanted_files,
+    weight_bytes,
 )
 
 OTHERS = ["README.md", "config.json", "tokenizer.json", "modeling_own.py"]
@@ -68,6 +72,38 @@ def test_a_failing_download_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         "the weights of org/absent are not on this machine (`hf download org/absent` gets them); "
         "downloading them failed: no such host."
     )
+
+
+def test_a_gated_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers raises an OSError because of the hub's exception."""
+    error = GatedRepoError.__new__(GatedRepoError)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    def fail_in_transformers(*_: object, **__: object) -> None:
+        raise OSError("You are trying to access a gated repo.") from error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    monkeypatch.setattr(tokenizer_source, "_hub_eos_ids", fail_in_transformers)
+    told = (
+        "org/absent is a gated model: accept its terms on https://huggingface.co/org/absent, run "
+        "`hf auth login`, and try again."
+    )
+    with pytest.raises(ConfigError) as refused:
+        fetch_weights("org/absent", {})
+    assert str(refused.value) == told
+    with pytest.raises(ConfigError) as refused:
+        open_tokenizer("org/absent", "target")
+    assert str(refused.value) == told
+
+
+def test_consolidated_weights_are_not_counted_twice(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3, 5, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "consolidated.safetensors")
+    assert weight_bytes(tmp_path, 4) == 60
+    save_file(tensors, tmp_path / "model-00001-of-00001.safetensors")
+    assert weight_bytes(tmp_path, 4) == 60
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1379672\n"

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from vllm_hetero_spec.errors import ConfigError, one_line
+from vllm_hetero_spec.inputs.weights import gated
 from vllm_hetero_spec.text.loading import load_tokenizer
 from vllm_hetero_spec.text.token_bytes import SPACE_MARK, components
 from vllm_hetero_spec.text.tokenizer import TextTokenizer, UnsupportedTokenizer
@@ -61,10 +62,20 @@ def open_tokenizer(name: str, role: str, *, trust_remote_code: bool = False) -> 
     except UnsupportedTokenizer as error:
         raise ConfigError(f"the {role}'s tokenizer {name} cannot be bridged: {error}") from error
     except Exception as error:  # libraries raise errors of any type for a wrong name or file
+        if _is_gated(error):
+            raise ConfigError(gated(name)) from error
         raise ConfigError(
             f"the {role}'s tokenizer {name} cannot be opened: {_reason(error)}; name a folder or a "
             f"repository with a whole {_FORMATS}."
         ) from error
+
+
+def _is_gated(error: BaseException | None) -> bool:
+    from huggingface_hub.errors import GatedRepoError
+
+    while error is not None and not isinstance(error, GatedRepoError):
+        error = error.__cause__ or error.__context__  # transformers raises an OSError
+    return error is not None
 
 
 def _reason(error: Exception) -> str:

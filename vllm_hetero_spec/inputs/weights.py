@@ -117,7 +117,7 @@ def weight_bytes(folder: Path, element: int) -> int | None:
     Raises:
         ConfigError: A safetensors file is incomplete.
     """
-    files = list(folder.glob("*.safetensors"))
+    files = _once(list(folder.glob("*.safetensors")))
     if not files:
         return sum(file.stat().st_size for file in folder.glob("*.bin")) or None
     total = 0
@@ -146,10 +146,13 @@ def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
     if Path(name).is_dir():
         raise ConfigError(f"{reason}.")
     from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     try:
         files = HfApi().list_repo_files(name)
         snapshot_download(name, allow_patterns=wanted_files(files))
+    except GatedRepoError as error:
+        raise ConfigError(gated(name)) from error
     except Exception as error:  # without a network, an error of the HTTP library
         raise ConfigError(f"{reason}; downloading them failed: {first_line(error)}.") from error
 
@@ -159,7 +162,18 @@ def wanted_files(files: Sequence[str]) -> list[str]:
     top = [file for file in files if "/" not in file]
     of_kind = {kind: [f for f in top if PurePosixPath(f).suffix == kind] for kind in _WEIGHTS}
     weights = next(filter(None, of_kind.values()), [])
-    # Consolidated files have the same weights again, in Mistral's own format.
-    once = [file for file in weights if not file.startswith("consolidated")] or weights
     others = [f for f in top if PurePosixPath(f).suffix not in (*_WEIGHTS, *_UNUSED)]
-    return [*once, *others]
+    return [*map(str, _once([Path(file) for file in weights])), *others]
+
+
+def _once(files: list[Path]) -> list[Path]:
+    """Leave out consolidated files: the same weights again, in Mistral's own format."""
+    return [file for file in files if not file.name.startswith("consolidated")] or files
+
+
+def gated(name: str) -> str:
+    """Tell how to get a model whose terms must be accepted."""
+    return (
+        f"{name} is a gated model: accept its terms on https://huggingface.co/{name}, run "
+        "`hf auth login`, and try again."
+    )
