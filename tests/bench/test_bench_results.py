@@ -21,7 +21,6 @@ SAMPLE = Sample(
     draft_tokens=5,
     accepted_tokens=2,
     accepted_per_position=[2, 0],
-    drafted_per_position=[3, 2],
     worker={"drafter_tokens": 6, "skipped": {"no_text": 1}},
     peak_memory_bytes=123,
 )
@@ -49,6 +48,13 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.sample.traces[0].counts == [1, 2]
     expected = vars(SAMPLE) | {"traces": found.sample.traces}
     assert vars(found.sample) == expected
+
+
+def test_a_figure_of_earlier_versions_is_ignored(tmp_path: Path) -> None:
+    record(tmp_path, RUN)
+    file = tmp_path / FILE
+    file.write_text(file.read_text().replace('"drafts"', '"drafted_per_position": [3], "drafts"'))
+    assert read_results(tmp_path).samples[0].sample.drafts == 3
 
 
 def test_every_line_is_written_at_once(tmp_path: Path) -> None:

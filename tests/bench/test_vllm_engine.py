@@ -265,9 +265,20 @@ def test_a_worker_rests_before_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._warm, driver._extended, driver._runner, driver._dtype = set(), False, "V1", "float32"
     monkeypatch.setattr(driver, "_drive", lambda load: (done.append(load), ([], 1.0))[1])
     monkeypatch.setattr(driver, "_counters", lambda: (done.append("asked"), {"worker": {}})[1])
-    monkeypatch.setattr(vllm_engine, "rest", lambda: done.append("rest"))
+    monkeypatch.setattr(vllm_engine.time, "sleep", lambda seconds: done.append("rest"))
     load = Load(["a", "b", "c"], max_tokens=40, batch_size=2, seed=1)
     driver.run(load)
     driver.run(load)
     measured = ["asked", "rest", load, "asked"]
     assert done == [Load(["a", "b"], 16, batch_size=2, ignore_eos=True), *measured, *measured]
+
+
+def test_each_dataset_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Load] = []
+    driver = object.__new__(vllm_engine.Driver)
+    driver._warm = set()
+    monkeypatch.setattr(driver, "_drive", done.append)
+    loads = [Load(["a"], 40), Load(["b"], 40), Load(["b"], 40, temperature=1.0)]
+    for load in [*loads, *loads]:
+        driver.warm_up(load)
+    assert done == [load.warm_up for load in loads]

@@ -27,7 +27,8 @@ from vllm_hetero_spec.errors import ConfigError
 
 _TICK = 0.1  # seconds between checks that the child still runs
 _GRACE = 10.0  # seconds until an engine that should end is killed
-_REST = 1.2  # seconds; vLLM's workers poll without a pause for a second after the last request
+# Seconds before a load. vLLM's workers poll for a second after a request, and occupy a core.
+REST = 1.2
 _ENDED = ("Z", "X")  # states of threads in /proc
 
 
@@ -226,11 +227,6 @@ def serve(build: Callable[[Any], Callable[[Load], Sample]]) -> None:
                 parent.send(refusal)
     except EOFError:  # the parent ended without sending None
         os.killpg(0, signal.SIGKILL)
-
-
-def rest() -> None:
-    """Wait until all engines are idle, because a polling worker occupies a core."""
-    time.sleep(_REST)
 
 
 def _end_with(parent: int) -> None:

@@ -92,7 +92,6 @@ class Figures:
     acceptance_length: float | None  # 1 + accepted / drafts
     acceptance_error: float | None  # its standard error over prompts
     acceptance_per_position: list[float]  # share of all drafts
-    acceptance_of_drafted: list[float]  # share of drafts that reach the position; [] if not counted
     drafter_tokens: float | None  # generated drafter tokens
     translate_seconds: float | None  # both directions
     forward_seconds: float | None  # forwards of the drafter
@@ -110,7 +109,6 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     drafts = sum(sample.drafts for sample in samples)
     accepted = sum(sample.accepted_tokens for sample in samples)
     per_position = _summed([sample.accepted_per_position for sample in samples])
-    drafted = _summed([sample.drafted_per_position for sample in samples])
     skipped = Counter[str]()
     for sample in samples:
         skipped.update(sample.worker.get("skipped", {}))
@@ -128,9 +126,6 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         acceptance_length=1 + accepted / drafts if drafts else None,
         acceptance_error=_acceptance_error(samples, accepted, drafts),
         acceptance_per_position=[count / drafts for count in per_position] if drafts else [],
-        acceptance_of_drafted=[
-            count / of for count, of in zip(per_position, drafted, strict=False) if of
-        ],
         drafter_tokens=_total(samples, "drafter_tokens"),
         translate_seconds=_total(samples, "translate_seconds"),
         forward_seconds=_total(samples, "forward_seconds"),

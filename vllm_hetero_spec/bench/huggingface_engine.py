@@ -7,7 +7,7 @@ intersection. The child process runs `python -m` this module.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation import BaseStreamer
 
-from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
+from vllm_hetero_spec.bench.child_process import REST, EngineProcess, serve
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
 
@@ -31,7 +31,6 @@ class HuggingFaceSpec:
     model: str  # the target: a Hugging Face name or a folder
     assistant: str | None = None  # the drafter; None: the target alone
     num_assistant_tokens: int = 4  # drafter tokens per draft
-    confidence_threshold: float | None = None  # the draft ends below this; 0: never
     dtype: str = "auto"  # a name of `_DTYPES`; "auto": float32 on CPUs, otherwise 16 bits
     tokenizer: str | None = None  # the target's; None: that of the model
     revision: str | None = None  # the target's
@@ -71,7 +70,6 @@ def counts(verified: Sequence[tuple[int, int]]) -> dict[str, Any]:
         "drafts": len(drafts),
         "draft_tokens": sum(drafted for drafted, _ in drafts),
         "accepted_tokens": sum(accepted for _, accepted in drafts),
-        "drafted_per_position": [sum(n > position for n, _ in drafts) for position in positions],
         "accepted_per_position": [sum(n > position for _, n in drafts) for position in positions],
     }
 
@@ -86,7 +84,7 @@ class Generator:
             spec.model, self._dtype(), tokenizer=spec.tokenizer, revision=spec.revision
         )
         self._assistants: dict[bool, dict[str, Any]] = {}
-        self._warm: set[bool] = set()
+        self._warm: set[Hashable] = set()
         self._widths: list[int] = []
         self._target.register_forward_pre_hook(self._saw_forward, with_kwargs=True)
         # Ignore the model's generation defaults except EOS ids, as vLLM with sampling parameters.
@@ -97,12 +95,11 @@ class Generator:
         self._assistant(sampled=False)  # so that a folder without a model is refused now
 
     def run(self, load: Load) -> Sample:
-        """Generate a load; the first greedy and the first sampled load follow a warm-up."""
-        sampled = load.temperature > 0
-        if sampled not in self._warm:
+        """Generate a load; the first of each kind follows a warm-up."""
+        if load.kind not in self._warm:
             self._generate_all(load.warm_up)
-            self._warm.add(sampled)
-        rest()
+            self._warm.add(load.kind)
+        time.sleep(REST)
         if self._device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         traces, verified, seconds = self._generate_all(load)
@@ -166,8 +163,6 @@ class Generator:
             settings = model.generation_config
             settings.num_assistant_tokens = self._spec.num_assistant_tokens
             settings.num_assistant_tokens_schedule = "constant"
-            if self._spec.confidence_threshold is not None:
-                settings.assistant_confidence_threshold = self._spec.confidence_threshold
             given = {"assistant_model": model}
             if tokenizer.get_vocab() != self._tokenizer.get_vocab():
                 given |= {"tokenizer": self._tokenizer, "assistant_tokenizer": _in_order(tokenizer)}

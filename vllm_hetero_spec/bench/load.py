@@ -29,6 +29,11 @@ class Load:
     ignore_eos: bool = False
 
     @property
+    def kind(self) -> tuple[tuple[str, ...], int, bool]:
+        """Equal for loads that share a warm-up."""
+        return tuple(self.prompts), self.batch_size, self.temperature > 0
+
+    @property
     def warm_up(self) -> "Load":
         """The load that allocates memory and compiles kernels before this one is measured."""
         tokens, prompts = min(self.max_tokens, _WARM_UP_TOKENS), self.prompts[: self.batch_size]
@@ -81,7 +86,6 @@ class Sample:
     draft_tokens: int = 0  # target tokens in these drafts, without padding
     accepted_tokens: int = 0  # without bonus tokens
     accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)  # empty: not counted
     worker: dict[str, Any] = field(default_factory=dict)  # growth of the plugin's counters
     peak_memory_bytes: int = 0
     runner: str = ""  # vLLM's model runner, "V1" or "V2"

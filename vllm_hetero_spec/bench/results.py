@@ -170,6 +170,7 @@ def _add(contents: Contents, record: dict[str, Any]) -> None:
     if record["kind"] == "run":
         run = Measurement(cell, record["wave"], record["round"])
         plain = record["sample"]
+        plain.pop("drafted_per_position", None)  # files of earlier versions have it
         sample = Sample(**{**plain, "traces": [Trace(**trace) for trace in plain["traces"]]})
         contents.samples.append(Recorded(run, len(contents.resumed), sample))
         contents.errors.pop(cell, None)

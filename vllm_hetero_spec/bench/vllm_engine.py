@@ -9,15 +9,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from vllm_hetero_spec.bench.child_process import EngineProcess, rest, serve
+from vllm_hetero_spec.bench.child_process import REST, EngineProcess, serve
 from vllm_hetero_spec.bench.load import Load, Sample, Trace
 from vllm_hetero_spec.errors import ConfigError, one_line
-from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token
+from vllm_hetero_spec.inputs.model_folder import kv_bytes_per_token, text_config
 
 _MODULE = "vllm_hetero_spec.bench.vllm_engine"
 _METRICS = "vllm:spec_decode_num_"
@@ -71,18 +71,19 @@ class Driver:
         )
         if self._fitted and self._ours and config.speculative_config.hetero.tree_nodes:
             raise ConfigError(
-                "tree_nodes wants KV blocks beside a request of full length, and memory is left "
-                f"for {model.max_model_len} tokens of one; give less (engine in a suite), as with "
-                f"--engine-args '{{\"max_model_len\": {model.max_model_len // 2}}}'."
+                "tree_nodes needs KV blocks beside those of a request of full length, and the "
+                f"memory holds only {model.max_model_len} tokens of one request; set a smaller "
+                "max_model_len (engine in a suite), as with --engine-args "
+                f"'{{\"max_model_len\": {model.max_model_len // 2}}}'."
             )
         self._salts = count()
-        self._warm: set[tuple[int, bool]] = set()
+        self._warm: set[Hashable] = set()
 
     def run(self, load: Load) -> Sample:
         """Generate a load, the first of each kind after a warm-up; ConfigError if vLLM refuses."""
         self.warm_up(load)
         before = self._counters()
-        rest()
+        time.sleep(REST)
         traces, seconds = self._drive(load)
         grown = since(before, self._counters())
         return Sample(
@@ -100,10 +101,9 @@ class Driver:
 
     def warm_up(self, load: Load) -> None:
         """Generate a few tokens if the load is the first of its kind."""
-        kind = (load.batch_size, load.temperature > 0)
-        if kind not in self._warm:
+        if load.kind not in self._warm:
             self._drive(load.warm_up)
-            self._warm.add(kind)
+            self._warm.add(load.kind)
 
     def _drive(self, load: Load) -> tuple[list[Trace], float]:
         """Run a load to its end; return its traces and its seconds."""
@@ -251,11 +251,7 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         return {"max_model_len": -1, **given}
     defaults = {"dtype": "float32", "enforce_eager": True}
     if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(
-            spec.model, trust_remote_code=bool(given.get("trust_remote_code"))
-        ).get_text_config()
+        config = text_config(spec.model, bool(given.get("trust_remote_code")))
         defaults["max_model_len"] = min(config.max_position_embeddings, _CPU_MAX_MODEL_LEN)
         tokens = given.get("max_model_len", defaults["max_model_len"]) + _CPU_BLOCK
         defaults["kv_cache_memory_bytes"] = (
