@@ -115,9 +115,9 @@ def test_ties_of_16_bit_dtypes_are_reported(folder: str, answers: Answers, capsy
 
 
 def test_too_few_prompts_are_reported(answers: Answers, folder: str, capsys: Out) -> None:
-    assert "holds" not in compared(folder, capsys, "--num-prompts", "2")
+    assert "--num-prompts is" not in compared(folder, capsys, "--num-prompts", "2")
     printed = compared(folder, capsys, "--num-prompts", "3")
-    assert f"--num-prompts is 3; {folder}/prompts.jsonl holds 2." in printed
+    assert f"--num-prompts is 3; {folder}/prompts.jsonl contains 2 prompts." in printed
 
 
 def test_sampled_texts_are_not_compared(folder: str, answers: Answers, capsys: Out) -> None:
@@ -140,6 +140,19 @@ def test_missing_weights_are_refused(folder: str, answers: Answers, capsys: Out)
     assert "of organisation/absent are not on this machine (`hf download org" in said
     assert "; downloading them failed: " in said
     assert answers.started == []
+
+
+def test_engine_arguments_are_checked_before_weights_are_fetched(
+    folder: str, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(compare, "fetch_weights", lambda name, _: fetched.append(name))
+    said = refused(capsys, "compare", folder, folder, "--engine-args", '{"max-model-len": 64}')
+    assert "'max-model-len' is unknown to this vLLM (did you mean 'max_model_len'?)" in said
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["compare", folder, folder]) == 1
+    assert "error: vLLM is not installed; " in capsys.readouterr().err
+    assert fetched == []
 
 
 def test_absent_models_are_refused(capsys: Out, folder: str) -> None:
@@ -171,7 +184,7 @@ def test_a_folder_without_a_model_is_refused(capsys: Out, folder: str) -> None:
         (["--engine-args", '{"tensor_parallel_size": "2"}'], "size of --engine-args is '2'"),
         (
             ["--batch-size", "9", "--num-prompts", "9"],
-            "needs as many prompts, and the built-in text holds 8; give a longer file",
+            "needs as many prompts, and the built-in text contains 8 prompts; give a longer file",
         ),
         (["--prompts", "absent.jsonl"], "cannot read the prompts in absent.jsonl"),
     ],

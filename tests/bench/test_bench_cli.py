@@ -89,6 +89,16 @@ def test_weights_are_fetched_before_any_engine_starts(
     assert fetched == []
 
 
+def test_a_misspelt_engine_argument_is_refused_at_once(
+    write: Write, fakes: Fakes, capsys: Out
+) -> None:
+    """No results file is begun, so that the corrected suite can use the folder."""
+    file = write(SUITE + "engine: {max_modl_len: 64}\n")
+    assert run(file) == 2
+    assert "did you mean 'max_model_len'?" in capsys.readouterr().err
+    assert not (file.parent / "out").exists()
+
+
 def test_results_go_into_a_folder_of_the_suites_name(
     write: Write, fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +162,7 @@ def test_failed_cells_end_with_an_error(write: Write, fakes: Fakes, capsys: Out)
     file = write(SUITE)
     fakes.refuse["slem"] = MeasurementError("no memory")
     assert run(file) == 1
-    assert "error: 1 cells failed; " in capsys.readouterr().err
+    assert "error: 1 cell(s) failed; " in capsys.readouterr().err
     assert "no memory" in (file.parent / "out" / "results.md").read_text()
 
 

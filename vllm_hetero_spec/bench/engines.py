@@ -2,6 +2,8 @@
 """Start the engine of an `EngineId`, and choose the number of engines that are up together."""
 
 import contextlib
+from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ from vllm_hetero_spec.bench.child_process import EngineProcess
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import EngineId
 from vllm_hetero_spec.bench.suite import KINDS, Suite, SuiteDrafter, Target, speculative_config
-from vllm_hetero_spec.errors import ConfigError
-from vllm_hetero_spec.inputs.model_folder import text_config, tokenizer_of
+from vllm_hetero_spec.errors import ConfigError, nearest
+from vllm_hetero_spec.inputs.model_folder import text_config
+from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.inputs.weights import weight_bytes
 from vllm_hetero_spec.machine import available_memory_bytes
 from vllm_hetero_spec.options import METHODS
+from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
 
 _OVERHEAD_BYTES = 2 << 30  # per engine on a CPU, without weights: libraries, KV, buffers
 _CPU_SHARE = 0.8  # share of the free memory
@@ -22,6 +26,29 @@ _PAIR = 2  # engines: `alone` and one other
 _PARALLEL = "parallel_drafting"  # a key that vLLM's `draft_model` has, too
 # Arguments of `vllm.LLM` that the Hugging Face peers also take.
 _SHARED_KEYS = ("trust_remote_code", "dtype", "revision", "tokenizer")
+
+
+def check_arguments(suite: Suite) -> None:
+    """Check the names of a suite's engine arguments before weights are fetched.
+
+    Raises:
+        ConfigError: vLLM does not know an argument.
+        ModuleNotFoundError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise ModuleNotFoundError("vLLM is not installed", name="vllm")
+    given = [key for target in suite.targets for key in target.engine]
+    if not given:
+        return
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {each.name for each in fields(EngineArgs)} | {"chat_template"}
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"the engine argument {key!r} is unknown to this vLLM{nearest(key, known)}; "
+                "--engine-args (engine in a suite) takes arguments of vllm.LLM."
+            )
 
 
 def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False) -> EngineProcess:
@@ -88,15 +115,15 @@ def vocabularies_differ(target: Target, drafter: SuiteDrafter) -> str | None:
     Raises:
         ConfigError: A tokenizer or a configuration cannot be loaded.
     """
-    from vllm_hetero_spec.text.loading import load_tokenizer
-    from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
-
     trust = bool(target.engine.get("trust_remote_code"))
-    tokenizers = target.engine.get("tokenizer") or target.model, drafter.model
+    tokenizer = target.engine.get("tokenizer") or target.model
     try:
-        own, other = (load_tokenizer(tokenizer_of(name, trust)) for name in tokenizers)
-    except UnsupportedTokenizer as error:
-        return str(error)
+        own = open_tokenizer(tokenizer, "target", trust_remote_code=trust).text
+        other = open_tokenizer(drafter.model, "drafter", trust_remote_code=trust).text
+    except ConfigError as error:
+        if isinstance(error.__cause__, UnsupportedTokenizer):
+            return str(error.__cause__)
+        raise
     if own.fingerprint != other.fingerprint:
         return "target and drafter have different vocabularies"
     sizes = [text_config(model, trust).vocab_size for model in (target.model, drafter.model)]

@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         _report(arguments.report, read_results(arguments.report), plots)
         return
     suite = read_suite(arguments.suite)
+    engines.check_arguments(suite)
     folder = arguments.out or _RESULTS / suite.name
     header = {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         _measure(arguments, suite, results, progress)
     _report(folder, results.contents, plots)
     if failed := len(results.contents.errors):
-        raise MeasurementError(f"{failed} cells failed; {folder / MARKDOWN} says why.")
+        raise MeasurementError(f"{failed} cell(s) failed; the reasons are in {folder / MARKDOWN}.")
 
 
 def _measure(

@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         name="compare",
         repeats=1,
     )
+    engines.check_arguments(suite)
     (target,) = suite.targets
     plan = make_plan(suite, 1, engines.vocabularies_differ)
     # The engine with the drafter runs first, so that a refused drafter is reported at once.
@@ -97,8 +98,8 @@ def run(arguments: argparse.Namespace) -> None:
     notes = runner_notes(results.contents)
     if len(prompts) < arguments.num_prompts:
         source = arguments.prompts or "the built-in text"
-        told = f"--num-prompts is {arguments.num_prompts}; {source} holds {len(prompts)}."
-        notes = [told, *notes]
+        asked = f"--num-prompts is {arguments.num_prompts}"
+        notes = [f"{asked}; {source} contains {len(prompts)} prompts.", *notes]
     completions = list(zip(prompts, texts[alone.cell], texts[drafted.cell], strict=True))
     _show(target, alone, drafted, completions[:_SAMPLES], notes)
 

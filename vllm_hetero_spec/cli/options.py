@@ -57,8 +57,8 @@ def suite_of(
     if sizes[-1] > len(prompts):
         raise ConfigError(
             f"batch size {sizes[-1]} needs as many prompts, and "
-            f"{arguments.prompts or 'the built-in text'} holds {len(prompts)}; give a longer file "
-            "with --prompts, or a smaller batch size."
+            f"{arguments.prompts or 'the built-in text'} contains {len(prompts)} prompts; give a "
+            "longer file with --prompts, or a smaller batch size."
         )
     lookahead = arguments.num_speculative_tokens
     trusted = getattr(arguments, "trust_remote_code", False)

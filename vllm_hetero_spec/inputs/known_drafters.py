@@ -34,6 +34,7 @@ class KnownDrafter(NamedTuple):
 
 
 _QWEN, _LLAMA, _SMOL, _GEMMA = "Qwen", "Llama 3", "SmolLM2", "Gemma 3"
+_ON_CARD = "see its model card"
 KNOWN = (
     KnownDrafter("HuggingFaceTB/SmolLM2-135M-Instruct", 135, 30, _SMOL, "Apache-2.0", "English"),
     KnownDrafter("HuggingFaceTB/SmolLM2-360M-Instruct", 362, 32, _SMOL, "Apache-2.0", "English"),
@@ -42,9 +43,9 @@ KNOWN = (
     KnownDrafter("Qwen/Qwen2.5-Coder-0.5B-Instruct", 494, 24, _QWEN, "Apache-2.0", "code"),
     KnownDrafter("Qwen/Qwen3-0.6B", 596, 28, _QWEN, "Apache-2.0", "over 100"),
     KnownDrafter("meta-llama/Llama-3.2-1B-Instruct", 1236, 16, _LLAMA, "Llama 3.2", "8"),
-    KnownDrafter("amd/PARD-Qwen2.5-0.5B", 494, 24, _QWEN, "see there", "29", parallel=True),
-    KnownDrafter("amd/PARD-Qwen3-0.6B", 596, 28, _QWEN, "see there", "over 100", parallel=True),
-    KnownDrafter("amd/PARD-Llama-3.2-1B", 1236, 16, _LLAMA, "see there", "8", parallel=True),
+    KnownDrafter("amd/PARD-Qwen2.5-0.5B", 494, 24, _QWEN, _ON_CARD, "29", parallel=True),
+    KnownDrafter("amd/PARD-Qwen3-0.6B", 596, 28, _QWEN, _ON_CARD, "over 100", parallel=True),
+    KnownDrafter("amd/PARD-Llama-3.2-1B", 1236, 16, _LLAMA, _ON_CARD, "8", parallel=True),
 )
 # Tokenizer family by the beginning of a model type, and for Llama by its vocabulary.
 _FAMILIES = (("qwen", _QWEN), ("gemma3", _GEMMA))
