@@ -50,14 +50,14 @@ if [ -z "$target" ]; then
     target="$demo/target-wide" drafter="$demo/drafter"
     options=(--prompts "$demo/prompts.jsonl" --max-tokens 64 ${options[@]+"${options[@]}"})
     if nvidia-smi -L >/dev/null 2>&1; then
-        say "is drafting right on this GPU? (two or three minutes; a line of JSON for each part)"
+        say "checking drafts on this GPU (two or three minutes; a line of JSON for each part)"
         code=0
         python "$ROOT/scripts/measure_gpu.py" --parts 0 A --target "$demo/target" \
             --drafter "$demo/drafter" --prompts "$demo/prompts.jsonl" \
             --out "$ROOT/.cache/measure_gpu.jsonl" || code=$?
         case $code in
             0) ;;
-            3) say "this machine took too long to tell; nothing was found wrong as far as it came" ;;
+            3) say "the check reached its time limit; no fault was found until then" ;;
             *) say "something is wrong on this machine: see the lines above" ;;
         esac
     fi

@@ -34,7 +34,7 @@ logged() {
     shift
     if ! "$@" >"$log" 2>&1; then
         tail -n 25 "$log" >&2
-        fail "$reason (everything it said: $log)"
+        fail "$reason (its whole output: $log)"
     fi
 }
 
@@ -74,7 +74,7 @@ setup() {
     fi
     if [ "${before:-$build}" != "$build" ]; then
         # pip accepts the packages of one build as those of the other.
-        say "$VENV was made for vLLM's $before build, and the $build build is wanted: making it anew"
+        say "$VENV was made for vLLM's $before build, and the $build build is needed: creating it again"
         rm -rf -- "$VENV"
     fi
     wanted="$build $ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/scripts/{setup.sh,repair_vllm_metadata.py} | cksum)"

@@ -107,7 +107,7 @@ def test_an_environment_of_the_other_build_is_made_again(machine: Machine) -> No
     machine.run("setup.sh", gpu=False)
     said, _, code = machine.run("setup.sh", gpu=True)
     assert code == 0
-    assert "was made for vLLM's cpu build, and the cuda build is wanted: making it anew" in said
+    assert "was made for vLLM's cpu build, and the cuda build is needed: creating it again" in said
     assert machine.built() == "cuda"
 
 
@@ -161,7 +161,7 @@ def test_the_quickstart_prints_the_next_command(machine: Machine, tmp_path: Path
     assert (machine.repo / ".cache" / "demo").samefile(tmp_path / "pair")
 
 
-@pytest.mark.parametrize(("measured", "told"), [(0, ""), (3, "took too long"), (1, "is wrong")])
+@pytest.mark.parametrize(("measured", "told"), [(0, ""), (3, "time limit"), (1, "is wrong")])
 def test_the_quickstart_reports_slow_and_wrong_parts(
     machine: Machine, tmp_path: Path, measured: int, told: str
 ) -> None:
@@ -170,7 +170,7 @@ def test_the_quickstart_reports_slow_and_wrong_parts(
     said, calls, code = machine.run("quickstart.sh", gpu=True, **given)
     assert code == 0
     assert "measure_gpu.py --parts 0 A" in calls[-2]
-    for sentence in ("took too long", "is wrong"):
+    for sentence in ("time limit", "is wrong"):
         assert (sentence in said) == (sentence == told)
 
 

@@ -51,7 +51,8 @@ CELL: tuple[Column[Row], ...] = (
     Column(
         "K",
         lambda row: count(row.cell.engine.lookahead),
-        "lookahead in target tokens, for Hugging Face's method in the drafter's",
+        "lookahead in target tokens, for Hugging Face's method in the drafter's, unless "
+        "the drafter's setting has another",
     ),
     Column("temperature", lambda row: f"{row.cell.temperature:g}"),
     Column("batch", lambda row: str(row.cell.batch_size)),
@@ -109,7 +110,12 @@ LATENCY: tuple[Column[Row], ...] = (
         "gaps between arrivals, which bring several tokens where drafts are accepted",
     ),
     Column("tokens", lambda row: count(row.figures.tokens)),
-    Column("peak memory (MiB)", lambda row: mebibytes(row.figures.peak_memory_bytes)),
+    Column(
+        "peak memory (MiB)",
+        lambda row: mebibytes(row.figures.peak_memory_bytes),
+        "on GPUs tensors of the workers (for vLLM with the whole KV pool and without a drafter "
+        "process of its own), on CPUs resident memory of all processes",
+    ),
 )
 COUNTS: tuple[Column[Row], ...] = (
     Column("drafts", lambda row: count(row.figures.drafts), "sum over all rounds, as all here"),
@@ -209,8 +215,8 @@ def runner_notes(contents: Contents) -> list[str]:
             apart.setdefault((runner, alone), {})[engine.method] = None
     return [
         f"{', '.join(methods)}: on vLLM's Model Runner {runner}, the target alone on {alone}, so "
-        "that a speedup holds the difference of the two runners; VLLM_USE_V2_MODEL_RUNNER=0 "
-        "measures all on V1."
+        "that a speedup includes the difference between the runners; VLLM_USE_V2_MODEL_RUNNER=0 "
+        "runs all engines on V1."
         for (runner, alone), methods in apart.items()
     ]
 

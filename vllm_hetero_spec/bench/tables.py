@@ -118,8 +118,7 @@ def widened(target: str, columns: tuple[int, int]) -> str:
     zero, every = columns
     return (
         f"{target} is a model widened with zero MLP columns: {zero:,} of {every:,} add nothing but "
-        "cost. Its speeds tell how speculation behaves at that ratio of costs, nothing about a "
-        "real pair."
+        "cost. Its speeds show speculation at that ratio of costs, and nothing about a real pair."
     )
 
 

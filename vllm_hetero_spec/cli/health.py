@@ -24,6 +24,7 @@ from vllm_hetero_spec.options import METHODS
 
 _GROUP, _PLUGIN = "vllm.general_plugins", "hetero_spec"
 _TEXT = "Speculative decoding lets a small model draft and a large model check. " * 40
+_SEE_CAUSE = "the message names the cause; if it does not help, "
 _REINSTALL = "`bash scripts/setup.sh` of a checkout makes a working environment"
 _NO_CUDA = "not used: PyTorch here is no CUDA build"
 _CUDA_TIMEOUT = 120  # seconds, mostly for the first `import torch` from a slow disk
@@ -247,9 +248,9 @@ def _tiny_pair() -> str:
                 with VllmEngine(EngineSpec(target, config, engine=given)) as engine:
                     samples.append(engine.run(Load(["Speculative decoding"], max_tokens=24)))
             except ConfigError as error:
-                raise _Fault(first_line(error), "see what it says; " + _REINSTALL) from error
+                raise _Fault(first_line(error), _SEE_CAUSE + _REINSTALL) from error
             except MeasurementError as error:
-                raise _Fault(_causes(error), "see what it says; " + _REINSTALL) from error
+                raise _Fault(_causes(error), _SEE_CAUSE + _REINSTALL) from error
     alone, foreign, parallel_drafts, same = samples
     identical = all(x.traces[0].token_ids == alone.traces[0].token_ids for x in samples)
     outcome = (

@@ -42,7 +42,7 @@ _TEMPERATURES = (0.0, 1.0)  # methods are ranked for each
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="say what two tokenizers share, what is lost between them and which methods fit",
+        help="show what two tokenizers share, what is lost between them and which methods fit",
         description="Compares the tokenizers of a target and a drafter. Reads no weights and "
         "starts no engine.",
     )

@@ -36,7 +36,7 @@ def join_cluster() -> Any:
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster was found ({first_line(error)}); run this on one of its nodes, or "
-            "let RAY_ADDRESS name its head, as host:port."
+            "set RAY_ADDRESS to its head, as host:port."
         ) from error
     return ray
 

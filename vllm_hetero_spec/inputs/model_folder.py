@@ -73,7 +73,7 @@ def kv_bytes_per_token(config: Any, element: int) -> int:
     except (AttributeError, TypeError) as error:
         raise ConfigError(
             f"the configuration of this {getattr(config, 'model_type', 'unknown')} model does not "
-            f"tell the size of its keys and values ({first_line(error)}); choose a model with "
+            f"contain the size of its keys and values ({first_line(error)}); choose a model with "
             "attention, whose num_attention_heads is one number."
         ) from error
 
