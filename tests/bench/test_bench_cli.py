@@ -22,7 +22,6 @@ from vllm_hetero_spec.bench.results import read_results
 from vllm_hetero_spec.bench.suite import SuiteDrafter, Target, read_suite
 from vllm_hetero_spec.cli import bench
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.options import METHODS
 
@@ -34,16 +33,11 @@ Out = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """Fake engines that answer at once; plots are disabled."""
+    """Fake engines that answer at once."""
     found = Fakes()
     monkeypatch.setattr(engines, "start", found.start)
-    monkeypatch.setattr(bench, "optional", _no_matplotlib)
     monkeypatch.setattr(bench, "fetch_weights", lambda name, engine: None)
     return found
-
-
-def _no_matplotlib(module: str, purpose: str) -> None:
-    raise ConfigError("drawing plots needs matplotlib: `pip install matplotlib`.")
 
 
 def run(file: Path, *options: str) -> int:
@@ -54,7 +48,6 @@ def test_a_suite_is_measured_and_reported(write: Write, fakes: Fakes, capsys: Ou
     file = write(SUITE)
     assert run(file) == 0
     printed = capsys.readouterr()
-    assert "no plots: drawing plots needs matplotlib" in printed.err
     assert "[4/4] big/slem/small/k4/code/b1/t0" not in printed.out
     assert "[1/4] big/alone/code/b1/t0, round 1: 8.0 tok/s; about" in printed.err
     assert "| code | big | slem | small | 4 | 0 | 1 |" in printed.out

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
-from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.report import markdown, notes, print_speed
 from vllm_hetero_spec.bench.results import read_results
 from vllm_hetero_spec.errors import ConfigError
@@ -173,24 +172,3 @@ def test_the_table_is_printed(tmp_path: Path, terminal: bool) -> None:
     print_speed(contents, rows_of(contents), console)
     assert "2.00x (1.00-4.00)" in output.getvalue()
     assert ("| --- |" in output.getvalue()) != terminal
-
-
-def test_plots_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    asked = suite(batch_sizes=(1, 2), temperatures=(0.0, 1.0), peers=("alone", "hf_assisted"))
-    rows = rows_of(measured(tmp_path, Fakes(SECONDS), asked))
-    written = write_plots(tmp_path, rows)
-    assert sorted(path.name for path in written) == [
-        "acceptance-by-position-big.png",
-        "speedup-by-batch-big.png",
-        "users-and-throughput-big.png",
-    ]
-    for path in written:
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_only_pictures_with_figures_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    contents = measured(tmp_path, Fakes(refuse={"slem": MeasurementError("no memory")}))
-    written = write_plots(tmp_path, rows_of(contents))
-    assert [path.name for path in written] == ["users-and-throughput-big.png"]

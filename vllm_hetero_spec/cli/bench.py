@@ -15,14 +15,12 @@ from rich.console import Console
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
-from vllm_hetero_spec.bench.plots import write_plots
 from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import MARKDOWN, conditions, print_speed, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
 from vllm_hetero_spec.bench.run import run_plan
 from vllm_hetero_spec.bench.suite import Suite, read_suite
 from vllm_hetero_spec.bench.tables import say
-from vllm_hetero_spec.bench.values import optional
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.weights import fetch_weights
 from vllm_hetero_spec.machine import provenance
@@ -33,10 +31,10 @@ _RESULTS = Path("bench-results")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure a suite of pairs, methods and loads beside their peers; tables and plots",
+        help="measure a suite of pairs, methods and loads beside their peers",
         description="Runs every engine of a suite on the same loads in interleaved rounds, records "
-        "each run at once, and writes tables and plots. Interrupted, it goes on where it was when "
-        "it is called again.",
+        "each run at once, and writes tables. Interrupted, it goes on where it was when it is "
+        "called again.",
     )
     parser.add_argument("suite", type=Path, nargs="?", metavar="SUITE.yaml")
     folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
@@ -48,7 +46,7 @@ def add_parser(commands: Any) -> None:
         "[..] are wildcards; what they are compared with comes along"
     )
     parser.add_argument("--only", metavar="PATTERN", help=what)
-    parser.add_argument("--report", help="only write tables and plots of results in DIR", **folder)
+    parser.add_argument("--report", help="only write tables of results in DIR", **folder)
     parser.add_argument("--verbose", action="store_true", help="let engines write to stderr")
     parser.set_defaults(run=run)
 
@@ -58,9 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.suite is None) == (arguments.report is None):
         raise ConfigError("give a suite to run, or --report DIR for results that are there.")
     progress = Console(stderr=True)
-    plots = _can_plot(progress)
     if arguments.report is not None:
-        _report(arguments.report, read_results(arguments.report), plots)
+        _report(arguments.report, read_results(arguments.report))
         return
     suite = read_suite(arguments.suite)
     engines.check_arguments(suite)
@@ -74,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     with contextlib.closing(Results(folder, header, fresh=arguments.fresh)) as results:
         _measure(arguments, suite, results, progress)
-    _report(folder, results.contents, plots)
+    _report(folder, results.contents)
     if failed := len(results.contents.errors):
         raise MeasurementError(f"{failed} cell(s) failed; the reasons are in {folder / MARKDOWN}.")
 
@@ -107,15 +104,6 @@ def _measure(
         signal.signal(signal.SIGTERM, before)
 
 
-def _can_plot(progress: Console) -> bool:
-    try:
-        optional("matplotlib", "drawing plots")
-    except ConfigError as error:
-        say(progress, f"no plots: {error}")
-        return False
-    return True
-
-
 def _interrupted(arguments: argparse.Namespace, plan: Plan, results: Results) -> str:
     left = sum(map(len, plan.pending(results.done)))
     command = ["vllm-hetero-spec", "bench", str(arguments.suite)]
@@ -128,9 +116,8 @@ def _interrupted(arguments: argparse.Namespace, plan: Plan, results: Results) ->
     )
 
 
-def _report(folder: Path, contents: Contents, plots: bool) -> None:
+def _report(folder: Path, contents: Contents) -> None:
     rows = write_report(folder, contents)
     console = Console()
     print_speed(contents, rows, console)
-    written = [folder / MARKDOWN, *(write_plots(folder, rows) if plots else [])]
-    say(console, f"written: {', '.join(map(str, written))}")
+    say(console, f"written: {folder / MARKDOWN}")
