@@ -18,7 +18,7 @@ from recipes import build_bytes
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.bench.suite import read_suite
-from vllm_hetero_spec.cli import bench, doctor
+from vllm_hetero_spec.cli import doctor
 from vllm_hetero_spec.cli.health import Finding
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.errors import ConfigError
@@ -106,11 +106,8 @@ def pair(tmp_path: Path) -> list[str]:
 # ---- bench --------------------------------------------------------------------------------------
 
 
-def test_a_report_of_stored_results(
-    tmp_path: Path, prints: Prints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_stored_results(tmp_path: Path, prints: Prints) -> None:
     """The results contain two sessions with failures, peers, drafter settings and skipped cells."""
-    monkeypatch.setattr(bench, "_can_plot", lambda progress: False)
     shutil.copy(GOLDEN / "results.jsonl", tmp_path)
     prints("bench.txt", "bench", "--report", str(tmp_path))
     agrees("results.md", (tmp_path / "results.md").read_text(), tmp_path)

@@ -39,7 +39,7 @@ def test_ranking_of_known_drafters() -> None:
 @pytest.fixture
 def target(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A target of 8 billion parameters, beside which nothing is on the machine."""
-    monkeypatch.setattr("vllm_hetero_spec.cli.advise.weight_bytes", lambda *_: 16 << 30)
+    monkeypatch.setattr("vllm_hetero_spec.cli.known_drafters.weight_bytes", lambda *_: 16 << 30)
     monkeypatch.setattr(known_drafters, "local_folder", lambda name: None)
     return str(demo_pair / "target")
 

@@ -175,7 +175,7 @@ def test_trees_need_room_beside_the_longest_request(room: int) -> None:
         use_v2_model_runner=False,
     )
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
-    refused = pytest.raises(ConfigError, match=r"for 32 tokens of one; .*: 16\}")
+    refused = pytest.raises(ConfigError, match=r"only 32 tokens of one request; .*: 16\}")
     with refused if room < 64 else nullcontext():
         vllm_engine.Driver(llm)
 

@@ -41,6 +41,7 @@ from vllm_hetero_spec.bench.tables import (
     ratio,
     terminal_table,
 )
+from vllm_hetero_spec.cli import known_drafters
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
     MODEL,
@@ -50,15 +51,11 @@ from vllm_hetero_spec.cli.options import (
     positive,
     suite_of,
 )
-from vllm_hetero_spec.inputs.known_drafters import KnownDrafter, family_of, ranked
-from vllm_hetero_spec.inputs.model_folder import text_config, widened_columns
+from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
-from vllm_hetero_spec.inputs.weights import local_folder, weight_bytes
 from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
 from vllm_hetero_spec.text.sample_text import CALIBRATION_TEXT
 from vllm_hetero_spec.text.statistics import documents_of
-
-_BYTES = 2  # per parameter, so that bytes of weights give a number of parameters
 
 
 def add_parser(commands: Any) -> None:
@@ -103,13 +100,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare, measure and print; if some drafters fail, print the others and then raise."""
     given, known = arguments.drafters, None
     if not given:
-        known = _known_for(arguments.target, arguments.trust_remote_code)
+        known = known_drafters.known_for(arguments.target, arguments.trust_remote_code)
         given = [each.name for each in known if each.is_local]
         if not arguments.json:
-            _show_known(known, Console())
+            known_drafters.show(known, Console())
         if not given:
             if arguments.json:
-                print_json({"target": arguments.target, "known": _known_data(known)})
+                print_json({"target": arguments.target, "known": known_drafters.as_data(known)})
             return
     suite = suite_of(
         arguments,
@@ -138,42 +135,11 @@ def run(arguments: argparse.Namespace) -> None:
         measured = _measure(suite, arguments.verbose)
     if arguments.json:
         found = _as_json(arguments.target, suite, drafters, measured)
-        print_json(found if known is None else found | {"known": _known_data(known)})
+        print_json(found if known is None else found | {"known": known_drafters.as_data(known)})
     else:
         _show(arguments.target, drafters, measured, Console())
     if measured.failures:
         raise MeasurementError("; ".join(measured.failures))
-
-
-def _known_for(target: str, trust_remote_code: bool) -> Sequence[KnownDrafter]:
-    """Return the public drafters for a target, the most promising first."""
-    config = text_config(target, trust_remote_code)
-    folder = local_folder(target)
-    size = None if folder is None else weight_bytes(folder, _BYTES)
-    return ranked(family_of(config), None if size is None else size / _BYTES / 1e6)
-
-
-def _show_known(found: Sequence[KnownDrafter], console: Console) -> None:
-    """Print the drafters, with the command that fetches one that is not on this machine."""
-    say = functools.partial(tables.say, console)
-    if not found:
-        say("The target is so small that no known drafter is much faster.")
-        return
-    say("Public drafters, the most promising first (figures of their model cards):", "bold")
-    for each in found:
-        kind = "parallel drafter, " if each.parallel else ""
-        chat = "chat template" if each.chat else "no chat template"
-        place = "on this machine" if each.is_local else f"hf download {each.name}"
-        say(f"{each.name}: {place}")
-        say(
-            f"  {kind}{each.millions:,} M parameters, {each.layers} layers, {each.tokenizer} "
-            f"tokenizer, languages: {each.languages}, {chat}, licence: {each.licence}",
-            "dim",
-        )
-
-
-def _known_data(found: Sequence[KnownDrafter]) -> list[dict[str, Any]]:
-    return [each._asdict() | {"is_local": each.is_local} for each in found]
 
 
 def _measure(suite: Suite, verbose: bool) -> Measured:
