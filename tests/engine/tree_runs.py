@@ -177,8 +177,9 @@ def no_tails(patch: pytest.MonkeyPatch) -> None:
 
 
 def chain_positions(patch: pytest.MonkeyPatch) -> None:
-    def plan(starts: Any, scheduled: Any, *args: Any) -> BranchPlan:
-        made = original(starts, scheduled, *args)
+    def plan(starts: Any, counts: Any, *args: Any) -> BranchPlan:
+        made = original(starts, counts, *args)
+        scheduled = np.array([sum(own) for own in counts])
         ends = np.cumsum(scheduled)
         of = np.searchsorted(ends, made.rows, "right")
         return replace(made, depths=made.rows - (ends - scheduled)[of])

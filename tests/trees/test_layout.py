@@ -96,7 +96,10 @@ class Target:
                 position[row] = first[owner[row]] + depth
         states = [hash(pair) for pair in zip(position.tolist(), tokens, strict=True)]
         for cells in self.cells:
-            cells |= {slot: s for slot, s in zip(self.slots, states, strict=True) if slot >= 0}
+            cells |= zip(self.slots, states, strict=True)
+            for sequence, line in enumerate(lines if not self.fault else ()):
+                end = first[sequence] + plan.counts[sequence]  # a kernel may read all up to here
+                assert all(cells.get(self._slot(line, p), -1) != -1 for p in range(end))
             sees = (first - query[:-1])[owner] + np.arange(len(tokens)) + 1
             states = [
                 hash(tuple(cells.get(self._slot(lines[s], p), -1) for p in range(count)))
@@ -143,7 +146,7 @@ class Service:
     def run(self) -> bool:
         """Return True if the output of each request is that of the target alone."""
         fed = list(map(len, self.texts))
-        plan = plan_branches([0] * len(fed), fed, [[n] for n in fed], self.size, [])
+        plan = plan_branches([0] * len(fed), [[n] for n in fed], self.size, [])
         states = self.target.forward(list(chain(*self.texts)), [0] * len(fed), plan, self.tables)
         for text, end in zip(self.texts, np.cumsum(fed), strict=True):
             text.append(chosen(states[end - 1]))
@@ -167,7 +170,7 @@ class Service:
         drafts, lengths = zip(*self.drafts(), strict=True)
         starts = [len(text) - 1 for text in self.texts]
         counts = [draft.counts for draft in drafts]
-        plan = plan_branches(starts, [n + 1 for n in lengths], counts, self.size, self.scratch)
+        plan = plan_branches(starts, counts, self.size, self.scratch)
         tokens: list[int] = []
         for text, draft, length in zip(self.texts, drafts, lengths, strict=True):
             tokens += [text[-1], *draft.tokens, *[0] * (length - len(draft.tokens))]
@@ -212,7 +215,7 @@ class Service:
         side = np.isin(np.arange(len(blocks)), plan.rows)
         for sequence in range(len(plan.counts)):
             own = set(plan.lines[plan.lines[:, 0] == sequence, 2])
-            wrote = set(blocks[side & (owner == sequence)]) - {-1}
+            wrote = set(blocks[side & (owner == sequence)])
             assert wrote <= own
         request = plan.request_of[owner]
         assert (blocks[~side] // OWN == request[~side]).all()
@@ -297,7 +300,7 @@ def test_the_most_valuable_paths_come_first() -> None:
     assert laid.fitted(6, 9).counts == [2, 4, 1]
     # Only the first side path remains; filler rows follow it.
     fitted = laid.fitted(7, 1)
-    assert (fitted.counts, fitted.parents[-2:]) == ([2, 4], [NO_NODE] * 2)
+    assert (fitted.counts, fitted.parents[-2:]) == ([2, 6], [NO_NODE] * 2)
 
 
 @given(
@@ -315,7 +318,7 @@ def test_chains_are_not_changed(starts: list[int], seed: int, size: int) -> None
         assert laid[-1] == TreeRows(ids, list(range(-1, length - 1)), [length + 1])
         assert laid[-1].fitted(length, 3) == laid[-1]
     rows = [len(draft.tokens) + 1 for draft in laid]
-    plan = plan_branches(starts, rows, [draft.counts for draft in laid], size, [])
+    plan = plan_branches(starts, [draft.counts for draft in laid], size, [])
     assert plan.request_of.tolist() == list(range(len(starts)))
     assert plan.counts.tolist() == rows
     assert not any(map(len, (plan.rows, plan.depths, plan.slots, plan.lines, plan.tails)))

@@ -40,7 +40,8 @@ class TreeRows(NamedTuple):
     def fitted(self, length: int, branches: int) -> "TreeRows":
         """Return the rows that can be verified with at most so many branches.
 
-        They are truncated or padded with NO_NODE to `length`, the scheduled draft length.
+        They are truncated or padded with NO_NODE to `length`, the scheduled draft length. Padding
+        belongs to the last sequence, which writes KV for it: attention may read all KV of a tile.
         """
         counts: list[int] = []
         left = length + 1
@@ -50,6 +51,7 @@ class TreeRows(NamedTuple):
                 left -= counts[-1]
         nodes = sum(counts) - 1
         behind = length - nodes
+        counts[-1] += behind
         return TreeRows(self.tokens[:length], self.parents[:nodes] + [NO_NODE] * behind, counts)
 
     def end(self, emitted: Sequence[int]) -> tuple[int, int]:
@@ -132,7 +134,7 @@ class BranchPlan:
         counts: int64 [S], rows of each sequence in this step.
         depths: int64 [M], position of each branch row, relative to the request's computed tokens.
         rows: int64 [M], index of each branch row among the step's tokens.
-        slots: int64 [M], slot of each branch row's KV; -1 for padding of a draft.
+        slots: int64 [M], slot of each branch row's KV.
         lines: int64 [C, 3], (sequence, column, scratch block): block table entries of branches that
             differ from their request's.
         tails: int64 [T, 3], (request, column, scratch block): blocks to copy to scratch before the
@@ -168,40 +170,29 @@ class BranchPlan:
 
 
 def plan_branches(
-    starts: Sequence[int],
-    lengths: Sequence[int],
-    counts: Sequence[Sequence[int]],
-    size: int,
-    scratch: Sequence[int],
+    starts: Sequence[int], counts: Sequence[Sequence[int]], size: int, scratch: Sequence[int]
 ) -> BranchPlan:
     """Plan the sequences of a step.
 
     Args:
         starts: Number of tokens with KV of each request, [B].
-        lengths: Rows scheduled for each request, [B].
-        counts: Rows of each request's sequences (`TreeRows.fitted`). Further scheduled rows are
-            padding and belong to the last sequence.
+        counts: Rows of each request's sequences (`TreeRows.fitted`).
         scratch: Free scratch blocks, at least the sum of `scratch_blocks` over the requests.
     """
     number = np.array([len(own) for own in counts], np.int64)
     request_of = np.arange(len(number)).repeat(number)
-    real = np.array([count for own in counts for count in own], np.int64)
-    last = number.cumsum() - 1
-    fed = real.copy()
-    fed[last] += np.array(lengths, np.int64) - np.add.reduceat(real, last - number + 1)
+    fed = np.array([count for own in counts for count in own], np.int64)
     is_side = np.ones(len(fed), bool)
-    is_side[last - number + 1] = False
+    is_side[number.cumsum() - number] = False
     side = np.flatnonzero(is_side)
     start = np.array(starts, np.int64)[request_of[side]]
     column = start // size
-    blocks = (start + real[side] - 1) // size - column + 1
+    blocks = (start + fed[side] - 1) // size - column + 1
     lent = np.array(scratch[: blocks.sum()], np.int64)
     first = blocks.cumsum() - blocks  # index of each branch's first block in `lent`
     of, depths = _counted(fed[side])
-    slots = np.full(len(of), -1)
-    written = depths < real[side][of]
-    at, position = of[written], (start[of] + depths)[written]
-    slots[written] = lent[first[at] + position // size - column[at]] * size + position % size
+    position = start[of] + depths
+    slots = lent[first[of] + position // size - column[of]] * size + position % size
     line_of, ahead = _counted(blocks)
     begun = start % size > 0
     return BranchPlan(

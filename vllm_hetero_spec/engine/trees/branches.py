@@ -209,7 +209,7 @@ class BranchSequences:
         ]
         plans: list[BranchPlan] = []
         for size in sizes:
-            plans.append(plan_branches(starts, scheduled, counts, size, scratch))
+            plans.append(plan_branches(starts, counts, size, scratch))
             scratch = scratch[len(plans[-1].lines) :]
         self._step = _Step(req_ids, lengths, trees, plans)
 
