@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -32,6 +33,7 @@ ROOM: dict[str, Any] = {
     "max_num_scheduled_tokens": None,
     "long_prefill_token_threshold": 0,
 }
+SCHEDULER: dict[str, Any] = ROOM | {"get_scheduler_cls": lambda: AsyncScheduler}
 RECURRENT = MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
 
 
@@ -54,7 +56,7 @@ def config_of(nodes: int = 8, lookahead: int = 5, **changes: Any) -> Any:
             pipeline_parallel_size=1, data_parallel_size=1, use_ubatching=False
         ),
         "cache_config": SimpleNamespace(kv_sharing_fast_prefill=False),
-        "scheduler_config": SimpleNamespace(**ROOM),
+        "scheduler_config": SimpleNamespace(**SCHEDULER),
         "kv_transfer_config": None,
         "lora_config": None,
         "use_v2_model_runner": True,
@@ -126,7 +128,7 @@ REFUSED = [
     ("recurrent states", {"model_config": "is_hybrid"}),
     ("recurrent states", {"model_config": "is_attention_free"}),
     ("logits processors", {"model_config": "logits_processors"}),
-    *((f"{key} to be at least 17", {"scheduler_config": key}) for key in list(ROOM)[1:]),
+    *((f"{key} of at least 17", {"scheduler_config": key}) for key in list(ROOM)[1:]),
     ("kv_sharing_fast_prefill", {"cache_config": "kv_sharing_fast_prefill"}),
 ]
 
@@ -151,6 +153,12 @@ def test_chains_elsewhere(
     assert reason in said
 
 
+def test_another_scheduler_reserves_no_blocks() -> None:
+    config = config_of()
+    config.scheduler_config.get_scheduler_cls = lambda: object
+    assert nodes_of(config) == 0
+
+
 def test_processors_that_are_installed_are_read_by_v2_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,12 +175,16 @@ def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> No
     """vLLM checks this before `reserve_rows` adds the rows of trees; the plugin checks it again."""
     adapters = {"lora_config": "some"}
     assert nodes_of(config_of(**adapters)) == 8
-    tight = {"scheduler_config": SimpleNamespace(**ROOM | {"max_num_batched_tokens": 40 * 17 - 1})}
+    tight = {
+        "scheduler_config": SimpleNamespace(**SCHEDULER | {"max_num_batched_tokens": 40 * 17 - 1})
+    }
     assert nodes_of(config_of(**tight)) == 8
     config = config_of(**tight, **adapters)
     reserve_rows(config)
     assert config.speculative_config.num_speculative_tokens == 5
-    assert "trees want max_num_batched_tokens to be at least 680, 17 for each of" in caplog.text
+    assert "trees of this size need max_num_batched_tokens of at least 680, 17 for each of" in (
+        caplog.text
+    )
 
 
 def test_other_drafters_have_no_trees() -> None:

@@ -52,6 +52,8 @@ def reserve_rows(config: "VllmConfig") -> None:
 
 def why_not(config: "VllmConfig") -> str:
     """Return why there can be no trees; empty if the configuration allows them."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler, rows = config.scheduler_config, 1 + 2 * config.speculative_config.hetero.tree_nodes
     room, key = narrowest(config)
@@ -60,6 +62,9 @@ def why_not(config: "VllmConfig") -> str:
         "the target is in pipeline stages": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "microbatches": parallel.use_ubatching,
+        "the scheduler class is not derived from vLLM's": not issubclass(
+            scheduler.get_scheduler_cls(), Scheduler
+        ),
         "a KV connector": config.kv_transfer_config is not None,
         "the target uses M-RoPE": model.uses_mrope,
         "the target uses bidirectional image attention": model.is_mm_prefix_lm,
@@ -67,8 +72,8 @@ def why_not(config: "VllmConfig") -> str:
         "the target keeps recurrent states": model.is_hybrid or model.is_attention_free,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
         "custom logits processors depend on the preceding tokens": _custom_processors(config),
-        f"such trees want {key} to be at least {rows}": room < rows,
-        f"with LoRA such trees want max_num_batched_tokens to be at least {wanted}, "
+        f"trees of this size need {key} of at least {rows}": room < rows,
+        f"with LoRA trees of this size need max_num_batched_tokens of at least {wanted}, "
         f"{rows} for each of max_num_seqs": config.lora_config is not None
         and scheduler.max_num_batched_tokens < wanted,
     }
