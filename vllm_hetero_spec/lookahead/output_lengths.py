@@ -20,6 +20,7 @@ class OutputLengths:
             emitted: Output tokens of each request.
             room: Output tokens that each request may still emit. Its length is at most these.
         """
-        if emitted:
-            self._mean += _NEW * (2.0 * sum(emitted) / len(emitted) - self._mean)
+        running = [own for own in emitted if own]  # the others still read their prompts
+        if running:
+            self._mean += _NEW * (2.0 * sum(running) / len(running) - self._mean)
         return [min(self._mean, most) for most in room]
