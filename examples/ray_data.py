@@ -11,6 +11,7 @@ import argparse
 
 import ray
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+from vllm.platforms import current_platform
 
 from vllm_hetero_spec.paths import demo_folder
 
@@ -40,8 +41,7 @@ def main() -> None:
         parser.error("name TARGET and DRAFTER, or neither")
     target, drafter = arguments.models
 
-    ray.init()  # joins the cluster of RAY_ADDRESS or of this machine, or starts one
-    gpu = ray.cluster_resources().get("GPU", 0) > 0
+    gpu = not current_platform.is_cpu()  # by vLLM's build: this process may have no GPU itself
     config = vLLMEngineProcessorConfig(
         model_source=target,
         engine_kwargs={

@@ -11,9 +11,9 @@ one, until Ctrl-C. Send requests with examples/client.py.
 import argparse
 import time
 
-import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
+from vllm.platforms import current_platform
 
 from vllm_hetero_spec.paths import demo_folder
 
@@ -37,8 +37,7 @@ def main() -> None:
         parser.error("name TARGET and DRAFTER, or neither")
     target, drafter = arguments.models
 
-    ray.init()  # joins the cluster of RAY_ADDRESS or of this machine, or starts one
-    gpu = ray.cluster_resources().get("GPU", 0) > 0
+    gpu = not current_platform.is_cpu()  # by vLLM's build: this process may have no GPU itself
     config = LLMConfig(
         model_loading_config={"model_id": "target", "model_source": target},
         accelerator_config=None if gpu else {"kind": "cpu"},
