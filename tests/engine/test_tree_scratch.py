@@ -171,7 +171,7 @@ def test_processors_that_are_installed_are_read_by_v2_alone(
     assert nodes_of(config_of(use_v2_model_runner=False)) == 8
 
 
-def test_adapters_want_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_adapters_need_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> None:
     """vLLM checks this before `reserve_rows` adds the rows of trees; the plugin checks it again."""
     adapters = {"lora_config": "some"}
     assert nodes_of(config_of(**adapters)) == 8

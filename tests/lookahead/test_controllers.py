@@ -14,7 +14,7 @@ from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, F
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.output_lengths import FIRST, OutputLengths
+from vllm_hetero_spec.lookahead.output_lengths import USUAL, OutputLengths
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -189,10 +189,16 @@ def test_a_catch_up_pays_by_the_length_of_the_output() -> None:
 
 def test_a_catch_up_pays_if_it_takes_less_than_drafts_save() -> None:
     """At twice the speed of the target alone, drafts save half of its time."""
-    controller, _ = goodput(calibrated(catch_up=1e-3))
-    seconds = 100 * controller._seconds_per_token()  # of the target alone for 100 tokens
-    assert controller._catch_up_pays(0.5, int(490 * seconds), 100)
-    assert not controller._catch_up_pays(0.5, int(510 * seconds), 100)
+    controller, clock = goodput(calibrated(catch_up=1e-3))
+    good_drafts(controller, clock, 40, batch=4)
+    gain = controller.gauges().gain
+    assert gain > 2.0  # so that the share of time saved differs from gain - 1
+    saved = (1.0 - 1.0 / gain) * 100 * controller._seconds_per_token()  # in 100 tokens
+    for share in (0.9, 1.1):
+        unread = [2, 2, round(share * saved / 1e-3), 2]
+        plan = controller.plan(4, [6] * 4, unread, lengths=[100.0] * 4)
+        assert (plan.lookahead[2] > 0) is (share < 1)
+        assert plan.lookahead[0] > 0
 
 
 def test_lengths_of_outputs_are_learned_from_running_requests() -> None:
@@ -200,8 +206,8 @@ def test_lengths_of_outputs_are_learned_from_running_requests() -> None:
     outputs, ages = OutputLengths(), [0, 0, 0, *range(1, 40, 2)]  # three still read their prompts
     assert outputs.expected([], []) == []
     assert outputs.expected([0], [1000]) == [256.0]
-    assert outputs.expected([FIRST / 2], [5]) == [5]
-    assert outputs.expected([FIRST / 2], [1000]) == [256.0]
+    assert outputs.expected([USUAL / 2], [5]) == [5]
+    assert outputs.expected([USUAL / 2], [1000]) == [256.0]
     learned = [outputs.expected(ages, [1000] * len(ages))[0] for _ in range(200)]
     assert 100 < learned[34] < 150 < learned[17]  # half of the way in 35 steps
     assert learned[-1] == pytest.approx(40, rel=0.1)

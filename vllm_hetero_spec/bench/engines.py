@@ -2,7 +2,6 @@
 """Start the engine of an `EngineId`, and choose the number of engines that are up together."""
 
 import contextlib
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,9 @@ def check_arguments(suite: Suite) -> None:
     given = [key for target in suite.targets for key in target.engine]
     if not given:
         return
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm_hetero_spec.bench.vllm_engine import known_arguments
 
-    known = {each.name for each in fields(EngineArgs)} | {"chat_template"}
+    known = known_arguments()
     for key in given:
         if key not in known:
             raise ConfigError(

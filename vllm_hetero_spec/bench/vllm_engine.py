@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
 
@@ -184,6 +184,13 @@ class Driver:
     def _peaks(self) -> list[int]:
         """Peak memory of each worker; none if the user chose another worker extension."""
         return self._llm.collective_rpc("hetero_spec_device_peak") if self._extended else []
+
+
+def known_arguments() -> set[str]:
+    """Return the names of the arguments of `vllm.LLM`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {each.name for each in fields(EngineArgs)} | {"chat_template"}
 
 
 def since(before: Any, after: Any) -> Any:

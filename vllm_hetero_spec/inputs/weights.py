@@ -172,7 +172,7 @@ def _once(files: list[Path]) -> list[Path]:
 
 
 def gated(name: str) -> str:
-    """Tell how to get a model whose terms must be accepted."""
+    """Return the sentence for a model whose terms have to be accepted first."""
     return (
         f"{name} is a gated model: accept its terms on https://huggingface.co/{name}, run "
         "`hf auth login`, and try again."

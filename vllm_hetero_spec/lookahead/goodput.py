@@ -20,7 +20,7 @@ from vllm_hetero_spec.lookahead.forecast import (
     filled_up,
     forecast,
 )
-from vllm_hetero_spec.lookahead.output_lengths import FIRST
+from vllm_hetero_spec.lookahead.output_lengths import USUAL
 from vllm_hetero_spec.lookahead.prober import Prober, other_batch
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 
@@ -92,6 +92,7 @@ class Goodput(Controller):
         buckets: Sequence[int] = (),
         lengths: Sequence[float] | None = None,
     ) -> LookaheadPlan:
+        # With asynchronous scheduling, all requests of a step may have ended.
         now, self._batch, self._buckets = self._clock(), batch or 1, buckets
         limits = self._limits = [min(limit, self._acceptance.positions) for limit in limits]
         self._random = list(random or [False] * len(limits))
@@ -101,7 +102,7 @@ class Goodput(Controller):
         if not any(limits) or not self._costs.knows_target:
             return nothing
         pending = pending or [0] * len(limits)
-        lengths = lengths or [FIRST] * len(limits)
+        lengths = lengths or [USUAL] * len(limits)
         # Requests that may be drafted for, those with the shortest catch-up first.
         able = sorted((i for i, limit in enumerate(limits) if limit), key=lambda i: pending[i])
         if not self._costs.knows_drafter:

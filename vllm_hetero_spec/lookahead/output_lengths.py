@@ -3,15 +3,15 @@
 
 from collections.abc import Sequence
 
-FIRST = 256.0  # tokens of an output, before any has been seen
+USUAL = 256.0  # tokens of an output, before any has been seen
 _NEW = 0.02  # weight of a step: the last 50 or so count
 
 
 class OutputLengths:
-    """Learned from running requests, which have on average emitted half of their outputs."""
+    """Learns from running requests, which have on average emitted half of their outputs."""
 
     def __init__(self) -> None:
-        self._mean = FIRST
+        self._mean = USUAL
 
     def expected(self, emitted: Sequence[int], room: Sequence[int]) -> list[float]:
         """Learn from a step, and return the expected length of each request's output in tokens.

@@ -209,7 +209,7 @@ class TextTokenizer:
 
 
 def alike(one: TextTokenizer, other: TextTokenizer) -> tuple[TextTokenizer, TextTokenizer]:
-    """Return both without the special tokens that one model has no row for, if they equal then."""
+    """Return both without special tokens that one model has no row for, if they are equal then."""
     rows = min(one.vocab_size, other.vocab_size)
     try:
         limited = one.limited_to(rows), other.limited_to(rows)

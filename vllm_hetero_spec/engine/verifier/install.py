@@ -40,6 +40,7 @@ class Verifier:
         send, send_trees = (Sender(seam.device, _PARTS).send for _ in range(2))
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
+        self._greedy: set[str] = set()  # requests of the last step
         self._device = seam.device
         self._group: GroupCoordinator | None = None
         self._likeliest: int | None = None  # tokens of a row that other ranks receive
@@ -93,7 +94,7 @@ class Verifier:
     def close(self) -> None:
         """Report the last requests of a lossy rule."""
         if self._fuzzy is not None:
-            self._fuzzy.keep((), ())
+            self._fuzzy.keep((), self._greedy)
 
     def expect(self, step: StepView, drafts: Sequence[Draft]) -> None:
         """Set the drafts that the requests of a step will have verified. Collective.
@@ -103,8 +104,8 @@ class Verifier:
         """
         self._pending.keep(step.live, {*step.index_of, *step.preempted})
         if self._fuzzy is not None:
-            greedy = {each.req_id for each in step.requests if not each.params.random}
-            self._fuzzy.keep(step.live, greedy)
+            self._greedy = {each.req_id for each in step.requests if not each.params.random}
+            self._fuzzy.keep(step.live, self._greedy)
         draft_probs = {
             draft.req_id: draft.draft_probs for draft in drafts if draft.draft_probs is not None
         }
