@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = "vllm_hetero_spec"
 # Files that decide how far to draft, without optional features.
 CONTROL = ("lookahead/", "engine/lookahead_control", "engine/step_timing")
-CONTROL += ("engine/looks", "engine/request_limits", "engine/waiting_plan", "engine/verifying")
+CONTROL += ("engine/request_limits", "engine/waiting_plan")
 _CLAUSES = r"(What|Whether|How|Where|Who|Which|When|Why|Of|As|That|Those) "
 
 

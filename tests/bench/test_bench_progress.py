@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vllm_hetero_spec import machine
 from vllm_hetero_spec.bench.plan import Cell, EngineId, Measurement
-from vllm_hetero_spec.bench.progress import ProgressReporter, TimeLeft, _duration
+from vllm_hetero_spec.bench.run import ProgressReporter, TimeLeft, _duration
 
 
 def cell(method: str, batch_size: int = 1) -> Cell:

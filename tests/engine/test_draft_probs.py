@@ -171,7 +171,7 @@ def test_if_sending_fails_other_ranks_get_an_empty_result(monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("none is left")
 
-    monkeypatch.setattr(draft_probs, "pack", full)
+    monkeypatch.setattr(draft_probs, "pack_rows", full)
     group = Wire()
     with pytest.raises(torch.OutOfMemoryError):
         shared({"a": DraftProbs(torch.rand(2, 5), [0, 1])}, group, likeliest=3)

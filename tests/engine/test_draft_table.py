@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K
 from vllm_hetero_spec.engine.ahead.table import Counts, DraftRecord, DraftTable, make_file
 
 SLOTS, LONGEST, SIDES, DRAWN = SHAPE = 3, 5, 2, 4

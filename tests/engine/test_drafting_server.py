@@ -13,8 +13,8 @@ from goodness import MISSED, follows, missed
 from tape_graphs import TapeGraphs
 from toy_drafter import SIZE, VOCAB, ToyDrafterModel, drafter_of
 
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K, unpack_rows
 from vllm_hetero_spec.draft.sampling import DraftSampling
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.ahead.messages import (
     RequestUpdate,
@@ -348,7 +348,7 @@ def test_a_full_pool_leaves_texts_out_and_takes_them_up_again() -> None:
 def rows_of(drafted: DraftRecord) -> torch.Tensor:
     """Return the `draft_probs` [sampled tokens, TARGETS] of a line."""
     ints = torch.frombuffer(bytearray(b"".join(drafted.rows)), dtype=torch.int32)
-    return unpack(ints.view(-1, 2, SPARSE_TOP_K), TARGETS)
+    return unpack_rows(ints.view(-1, 2, SPARSE_TOP_K), TARGETS)
 
 
 def lines_of(

@@ -8,8 +8,7 @@ import pytest
 
 from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
-from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.estimates import DraftSteps, Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 

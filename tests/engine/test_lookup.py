@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_hetero_spec.draft.draft import Draft
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K, Draft
 from vllm_hetero_spec.engine.ahead.continuations import (
     MatchedContinuation,
     find_drawn,

@@ -4,9 +4,9 @@
 import pytest
 import torch
 from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_row_penalties
 
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import HeteroRejectionSamplerV1
-from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
 
 WIDTH = 50
 PROMPTS = torch.tensor([[3, 4, 3, WIDTH], [7, WIDTH, WIDTH, WIDTH], [1, 2, 3, 4], [49, 0, 0, 9]])

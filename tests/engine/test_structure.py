@@ -58,12 +58,11 @@ MOVERS = {
     "engine/trees/control.py": "arrays of the host: what trees are worth",
     "engine/trees/drafts.py": "arrays of the host: rows that are known",
     "engine/verifier/rejection_sampler_v2.py": "arrays of the host: where requests' rows begin",
-    "engine/verifier/row_penalties_v1.py": "tokens and penalties of rows, on a CPU alone",
-    "engine/verifier/top_k_top_p_v1.py": "rows that vLLM has to sort, on a CPU alone",
+    "engine/verifier/cpu_rows_v1.py": "tokens, penalties and values of rows, on a CPU alone",
     "slrs/merges.py": "tables of the pair, once at start",
     "slrs/slrs.py": "on the host by design: what was drawn decides what is fed",
     "slrs/tree.py": "part of slrs",
-    "trees/race_tree.py": "arrays of the host: what arrived first",
+    "trees/growth.py": "arrays of the host: what arrived first",
     "trees/values.py": "arrays of the host: estimates",
 }
 
@@ -200,8 +199,7 @@ V1 = {
     "engine/trees/attention_v1.py",
     "engine/verifier/race_sampler_v1.py",
     "engine/verifier/rejection_sampler_v1.py",
-    "engine/verifier/row_penalties_v1.py",
-    "engine/verifier/top_k_top_p_v1.py",
+    "engine/verifier/cpu_rows_v1.py",
 }
 IMPORT_V1 = {"engine/seam/worker_hooks.py", "engine/verifier/install.py"}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import _ORDERED, apply_top_k_top_p
 
 from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import _target_probs
-from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import _ORDERED, apply_top_k_top_p
 
 WIDTH = 4 * _ORDERED
 TOP_K = torch.tensor([20, WIDTH, 1, 50, WIDTH, 2 * _ORDERED, WIDTH, _ORDERED], dtype=torch.int32)

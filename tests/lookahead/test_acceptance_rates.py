@@ -13,7 +13,7 @@ from simulated_drafts import SimulatedDrafts, Text
 
 from vllm_hetero_spec.lookahead.acceptance import Acceptance, Confidence, Observation
 from vllm_hetero_spec.lookahead.costs import rising
-from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
+from vllm_hetero_spec.lookahead.estimates import DraftSteps
 
 TRUE = np.array([0.9, 0.6, 0.8, 0.4])
 

@@ -12,9 +12,8 @@ from simulation import Clock
 from vllm_hetero_spec import lookahead
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.estimates import USUAL, Estimates, OutputLengths
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.output_lengths import USUAL, OutputLengths
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 

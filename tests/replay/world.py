@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a load of recorded texts on a machine, and calls a controller as an engine does.
 
-The order of calls is that of `LookaheadControl`, and of `Looks` while speculation is disabled.
+The order of calls is that of `LookaheadControl`, and of `UnreadSteps` if speculation is disabled.
 """
 
 import math
@@ -15,7 +15,7 @@ from machines import Machine
 from recordings import LONGEST, Text
 
 from vllm_hetero_spec.lookahead.controllers import Controller, LookaheadPlan
-from vllm_hetero_spec.lookahead.output_lengths import OutputLengths
+from vllm_hetero_spec.lookahead.estimates import OutputLengths
 
 _READ_BESIDE = 128  # context tokens; longer contexts are read only for a draft of their request
 _ROOM = 4096  # output tokens that a request may emit

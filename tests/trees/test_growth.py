@@ -16,8 +16,7 @@ from toy_worlds import World, worlds
 
 from vllm_hetero_spec.draft.sampling import Arrivals
 from vllm_hetero_spec.draft.token_map import TokenMap
-from vllm_hetero_spec.trees.growth import ScoredTree, TreeBuilder
-from vllm_hetero_spec.trees.race_tree import RaceTreeBuilder
+from vllm_hetero_spec.trees.growth import RaceTreeBuilder, ScoredTree, TreeBuilder
 from vllm_hetero_spec.trees.walk import ROOT, TreeBatch, greedy_walk
 from vllm_hetero_spec.verify.race import first_arrivals, race
 

@@ -24,10 +24,9 @@ from vllm_hetero_spec.bench.advise import (
 from vllm_hetero_spec.bench.figures import Row
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import make_plan
-from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import acceptance_length, conditions
 from vllm_hetero_spec.bench.results import Results
-from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.run import ProgressReporter, run_plan
 from vllm_hetero_spec.bench.suite import ALONE, Suite
 from vllm_hetero_spec.bench.tables import (
     NONE,

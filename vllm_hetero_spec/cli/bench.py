@@ -15,10 +15,9 @@ from rich.console import Console
 from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Plan, make_plan
-from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import MARKDOWN, conditions, print_speed, write_report
 from vllm_hetero_spec.bench.results import Contents, Results, read_results
-from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.run import ProgressReporter, run_plan
 from vllm_hetero_spec.bench.suite import Suite, read_suite
 from vllm_hetero_spec.bench.tables import say
 from vllm_hetero_spec.errors import ConfigError

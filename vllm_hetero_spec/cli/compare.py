@@ -14,10 +14,9 @@ from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
-from vllm_hetero_spec.bench.progress import ProgressReporter
 from vllm_hetero_spec.bench.report import COUNTS, TIMES, acceptance_length, runner_notes
 from vllm_hetero_spec.bench.results import Results
-from vllm_hetero_spec.bench.run import run_plan
+from vllm_hetero_spec.bench.run import ProgressReporter, run_plan
 from vllm_hetero_spec.bench.suite import Target
 from vllm_hetero_spec.bench.tables import (
     NONE,

@@ -153,9 +153,9 @@ def _compiler() -> str:
 
 
 def _runner() -> str:
-    from vllm_hetero_spec.engine.compat.model_runner import choice
+    from vllm_hetero_spec.engine.compat.releases import model_runner
 
-    return "{} ({})".format(*choice())
+    return "{} ({})".format(*model_runner())
 
 
 def _plugin() -> str:

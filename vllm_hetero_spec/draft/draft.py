@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+# Likeliest drafter tokens to draw from, if rows go to another process or node. A dense row has one
+# float32 per token of the target's vocabulary.
+SPARSE_TOP_K = 64
+
 
 @dataclass(frozen=True)
 class DraftProbs:
@@ -107,3 +111,23 @@ class Draft(NamedTuple):
             confidences=self.confidences[:count],
             draft_probs=probs,
         )
+
+
+def pack_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Pack rows of `draft_probs`, float32 [R, V_T], with at most `count` (C) nonzero entries.
+
+    Returns:
+        int32 [R, 2, C]: target ids, and the bits of their float32 probabilities, padded with 0.
+    """
+    kept = rows.topk(min(count, rows.shape[1]))
+    packed = torch.zeros((len(rows), 2, count), dtype=torch.int32, device=rows.device)
+    packed[:, 0, : kept.indices.shape[1]] = kept.indices
+    packed[:, 1, : kept.values.shape[1]] = kept.values.view(torch.int32)
+    return packed
+
+
+def unpack_rows(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """Return dense rows, float32 [R, width], from the result of `pack_rows`."""
+    values = packed[:, 1].contiguous().view(torch.float32)
+    rows = values.new_zeros((len(packed), width))
+    return rows.scatter_add_(1, packed[:, 0].long(), values)

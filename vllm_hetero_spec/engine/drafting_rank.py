@@ -36,8 +36,7 @@ from vllm_hetero_spec.engine.trees.control import TreePolicy
 from vllm_hetero_spec.engine.trees.forks import TreeBranches
 from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed
 from vllm_hetero_spec.lookahead.costs import CostModel
-from vllm_hetero_spec.lookahead.draft_steps import DraftSteps
-from vllm_hetero_spec.lookahead.estimates import Estimates, Parts
+from vllm_hetero_spec.lookahead.estimates import DraftSteps, Estimates, Parts
 from vllm_hetero_spec.lookahead.goodput import Goodput
 from vllm_hetero_spec.options import ConfidenceOptions, HeteroOptions
 from vllm_hetero_spec.trees.policy import TreeChoice

@@ -16,7 +16,6 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hetero_spec.engine.drafter.loading import faults_named
 from vllm_hetero_spec.engine.drafting_rank import DraftingRank
-from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.metrics.counters import DraftStats, Growth
 from vllm_hetero_spec.engine.seam import runner_choice
 from vllm_hetero_spec.engine.seam.runner import Runner
@@ -27,6 +26,7 @@ from vllm_hetero_spec.engine.seam.worker_hooks import Proposer, install_worker_h
 from vllm_hetero_spec.engine.step_timing import known_of_pair, pair_file
 from vllm_hetero_spec.engine.verifier.draft_probs import likeliest_between
 from vllm_hetero_spec.engine.verifier.install import Verifier
+from vllm_hetero_spec.lookahead.prober import UnreadSteps
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -56,7 +56,7 @@ class HeteroProposer(Proposer):
         self._seam: Runner | None = None  # set by `bind`, like the verifier
         self._verifier: Verifier | None = None
         self._first_rank = self._alone = True  # in the tensor parallel group
-        self._looks = Looks()
+        self._unread = UnreadSteps()
         self.warm = False  # set by `calibrate`
 
     @property
@@ -136,9 +136,9 @@ class HeteroProposer(Proposer):
             passes = True
         elif without_drafts is None:
             rests = self._alone and self.drafting is not None and self.drafting.is_idle
-            passes = self._looks.passes(rests, num_requests) and not begun
+            passes = self._unread.skips(rests, num_requests) and not begun
         else:
-            passes = self._looks.passes(False, num_requests)
+            passes = self._unread.skips(False, num_requests)
         if not passes:
             return False
         if self._step is not None:  # the drafts of the step before were not taken
@@ -149,7 +149,7 @@ class HeteroProposer(Proposer):
 
     def look_back(self, view: Callable[[], StepView], num_requests: int, *, hurried: bool) -> None:
         """Reads only few of the skipped steps if the device may be idle (`hurried`)."""
-        if self.drafting is None or (hurried and self._looks.passes(True, num_requests)):
+        if self.drafting is None or (hurried and self._unread.skips(True, num_requests)):
             return
         began = time.perf_counter()
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_hetero_spec.lookahead.acceptance import Acceptance, Observation
 from vllm_hetero_spec.lookahead.controllers import Controller, Gauges, LookaheadPlan, lookahead_of
-from vllm_hetero_spec.lookahead.estimates import Estimates
+from vllm_hetero_spec.lookahead.estimates import USUAL, Estimates
 from vllm_hetero_spec.lookahead.forecast import (
     Chains,
     Forecast,
@@ -20,7 +20,6 @@ from vllm_hetero_spec.lookahead.forecast import (
     filled_up,
     forecast,
 )
-from vllm_hetero_spec.lookahead.output_lengths import USUAL
 from vllm_hetero_spec.lookahead.prober import Prober, other_batch
 from vllm_hetero_spec.lookahead.step_policy import StepPolicy
 

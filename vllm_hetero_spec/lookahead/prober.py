@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule of experiments: steps that measure what the controller does not do at present.
+"""Schedules of experiments, and of the steps to read while speculation is disabled.
 
 An experiment is a short draft while speculation is off, a step without drafts while it is on, or a
 tree that is found but not verified. It may lose a small share of the time. Experiments without
 news become rarer.
+
+Reading a step takes host time for each request, and without drafts no device work hides it. So only
+some steps are read: two in a row, because the second one can be timed.
 """
 
 PROBED_TIME = 0.01  # share of the time that experiments may lose: the price of noticing a change
@@ -11,6 +14,8 @@ _PAUSE = 1.0  # seconds; a longer gap between two steps is idle time, in which n
 _MOST = 0.2  # seconds that may be saved, or one experiment: news is followed by a few others
 _FIRST_WAIT = 0.1  # seconds from the first experiment to the second, a few steps of the target
 _LONGEST_WAIT = 4.0  # seconds between experiments without news; a change is noticed after about one
+_MANY = 2  # steps; the first ones without drafts, which are read
+_APART = 64  # steps; of so many later ones, the first two are read
 
 
 def other_batch(requests: int, others: int) -> bool:
@@ -59,3 +64,24 @@ class Prober:
     def charge(self, seconds: float) -> None:
         """Charge what the last experiment lost in addition; negative if it lost less."""
         self.budget = max(self.budget - seconds, -_MOST)
+
+
+class UnreadSteps:
+    """Counts steps without drafts, and chooses those that are not read."""
+
+    def __init__(self) -> None:
+        self._without = 0  # steps in a row
+        self._batch = 0  # requests when they began
+
+    def skips(self, without_drafts: bool, batch: int) -> bool:
+        """Count a step. Return True to skip reading it.
+
+        Args:
+            without_drafts: True if the step verified no drafts and none will follow it.
+            batch: Requests of the step. If their number changes much, drafts may pay again.
+        """
+        goes_on = without_drafts and not other_batch(batch, self._batch)
+        self._without = self._without + 1 if goes_on else 0
+        if not goes_on:
+            self._batch = batch
+        return self._without > _MANY and self._without % _APART > 1

@@ -19,10 +19,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from vllm_hetero_spec.draft.draft import Draft
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K, Draft, unpack_rows
 from vllm_hetero_spec.draft.methods import SLEM
 from vllm_hetero_spec.draft.sampling import SampledMethod
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, unpack
 from vllm_hetero_spec.engine.drafter.method import sampling_of
 from vllm_hetero_spec.engine.drafter.round import sampled_draft
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftTask
@@ -76,7 +75,7 @@ class SampledRecordDecoder:
         (packed,) = self._send(
             np.frombuffer(b"".join(every), np.int32).reshape(-1, 2, SPARSE_TOP_K)
         )
-        probs = unpack(packed, self.tokens.width)
+        probs = unpack_rows(packed, self.tokens.width)
         numbers = iter(range(len(every)))
         drafts = []
         for task, own, rows_of in zip(tasks, ids, used, strict=True):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, pack
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K, pack_rows
 from vllm_hetero_spec.engine.ahead.messages import UpdateBatch
 from vllm_hetero_spec.engine.ahead.server_requests import (
     Continuation,
@@ -189,7 +189,7 @@ class DraftingServer:
         tables = [probs.rows for probs in proposals if probs is not None and probs.row_of]
         if not tables:
             return [()] * len(drafted)
-        packed = self._receiver.fetch(pack(tables[0], SPARSE_TOP_K)).wait()  # they share it
+        packed = self._receiver.fetch(pack_rows(tables[0], SPARSE_TOP_K)).wait()  # they share it
         return [
             [packed[row].tobytes() for row in probs.row_of] if probs is not None else ()
             for probs in proposals

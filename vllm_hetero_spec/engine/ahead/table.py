@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K
 
 # int32 fields before a record's tokens: checksum, serial, place, tokens, sampled tokens.
 _HEAD = 5
@@ -34,7 +34,7 @@ class DraftRecord(NamedTuple):
         ids: Its own ids.
         peaks: For each id, the drafter's largest probability at its position.
         rows: For each of the last ids, the row (distribution) that it was sampled from: int32 [2,
-            SPARSE_TOP_K] of `sparse_rows.pack`, as bytes. Earlier ids were not sampled.
+            SPARSE_TOP_K] of `draft.pack_rows`, as bytes. Earlier ids were not sampled.
     """
 
     serial: int

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supported vLLM releases, and differences between them."""
+"""Supported vLLM releases, differences between them, and their choice of a model runner."""
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -47,3 +48,18 @@ def kv_cache_planning() -> ModuleType:
     """Return vLLM's module that plans KV tensors. 0.33 moved its functions unchanged."""
     name = "kv_cache_utils" if installed() < (0, 33) else "kv_cache_planning"
     return import_module(f"vllm.v1.core.{name}")
+
+
+def model_runner(unsupported: Sequence[str] = ()) -> tuple[str, str]:
+    """Return ("V1" or "V2", reason), as vLLM chooses; V2 lacks the `unsupported` features."""
+    import vllm.envs as envs
+    from vllm.triton_utils.importing import HAS_TRITON
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked is not None:
+        return ("V2" if asked else "V1"), f"VLLM_USE_V2_MODEL_RUNNER={asked:d}"
+    if not HAS_TRITON:
+        return "V1", "V2 needs Triton, which has no backend here"
+    if unsupported:
+        return "V1", f"V2 does not support {', '.join(unsupported)}"
+    return "V2", "vLLM's default"

@@ -12,10 +12,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import Capture, GraphPlan, RecordedSteps
-from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round import Round, RoundExtension
 from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
 from vllm_hetero_spec.engine.drafter.steps import Steps, ragged_batch, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow

@@ -10,9 +10,9 @@ import logging
 import numpy as np
 import torch
 
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K
 from vllm_hetero_spec.draft.methods import HETERO, METHODS, SLEM, Choice, order, span, spell_same
 from vllm_hetero_spec.draft.sampling import SampledMethod
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K
 from vllm_hetero_spec.draft.token_map import TokenMap
 from vllm_hetero_spec.engine.seam.tokenizers import TokenizerPair
 from vllm_hetero_spec.options import HeteroOptions

@@ -13,9 +13,8 @@ import torch
 from vllm_hetero_spec.draft.draft import Draft, DraftProbs
 from vllm_hetero_spec.draft.sampling import BatchSampler
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
-from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round import Round, RoundExtension
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.slrs.slrs import Slrs, SlrsMethod, SlrsPath

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.extension import RoundExtension
-from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round import Round, RoundExtension
 from vllm_hetero_spec.engine.drafter.steps import CaughtUp
 from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import RowPickers

@@ -152,7 +152,7 @@ def _build(
                 "drafter's KV is not split over ranks; leave it out, or serve without speculation."
             )
     from vllm_hetero_spec.engine.metrics import transport as metrics
-    from vllm_hetero_spec.engine.seam import params_check
+    from vllm_hetero_spec.engine.seam import request_params
     from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config, parallel_mask
     from vllm_hetero_spec.engine.seam.spec_config import (
         PROPOSER,
@@ -174,7 +174,7 @@ def _build(
     )
     check_pair(target, config.drafter_model_config, options)
     install_hooks()
-    params_check.install_http()
+    request_params.install_http()
     metrics.require()
     logger.info(
         "Speculative decoding by %s: %s %s, lookahead %d target tokens, verification %s.",

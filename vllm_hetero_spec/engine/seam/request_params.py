@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters of a request that matter to drafts.
+"""Sampling parameters of a request that matter to drafts, and their checks in the front end.
 
 A draft token that the target must reject is not worth verification. It is lossless to cut a draft
 because of its length. It is lossless to cut it because of its tokens only if it is greedy, because
 no token of it is sampled.
+
+The front end refuses a request with HTTP 400:
+
+* The names and values of our own parameters are checked.
+* vLLM refuses `min_p` and `logit_bias` with every speculation. They are allowed on Model Runner V2,
+  because its sampler applies them to draft rows and our verification uses the result. Model Runner
+  V1 ignores them for draft rows, so the refusal stays.
+* `thinking_token_budget` is allowed on V2 and refused on V1. In steps without drafts, V1 would
+  apply it to the first request of the batch, which may be another one.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import BeforeValidator
 from vllm.exceptions import VLLMValidationError
 
 from vllm_hetero_spec.draft.penalties import Penalty
+from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.errors import nearest, number
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import SpeculativeConfig
+    from vllm.v1.engine.input_processor import InputProcessor
 
 # Draft length of a request in SamplingParams.extra_args (`vllm_xargs` over HTTP); 0: no drafts.
 LOOKAHEAD_ARG = "hetero_spec_lookahead"
@@ -124,7 +137,7 @@ def params_of(params: "SamplingParams | None", noise_seed: int) -> RequestParams
         return RequestParams(noise_seed)
     try:
         lookahead = requested_lookahead(params.extra_args)
-    except VLLMValidationError:  # a front end without `params_check`, such as vLLM's in Rust
+    except VLLMValidationError:  # a front end without our checks, such as vLLM's in Rust
         lookahead = None
     penalty = Penalty(params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     allowed = params.allowed_token_ids
@@ -168,3 +181,68 @@ def requested_lookahead(extra_args: Mapping[str, Any] | None) -> int | None:
             "(0 or false: no drafts; true: as without it)."
         )
     return int(asked)
+
+
+def install() -> None:
+    """Install the check in this process. Idempotent; inert for other drafters."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    patching.wrap(InputProcessor, "__init__", "parameters", _note_runner)
+    patching.wrap(SamplingParams, "_validate_spec_decode", "parameters", _validate)
+
+
+@cache
+def install_http() -> None:
+    """Check `vllm_xargs` of HTTP requests when they are parsed. Idempotent; only for our drafters.
+
+    A check in `SamplingParams` is too late, because a stream already has its HTTP status. vLLM has
+    then also converted `true` to 1.
+    """
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for model in (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        AnthropicMessagesRequest,
+    ):
+        model.model_fields["vllm_xargs"].metadata.append(BeforeValidator(_checked))
+        model.model_rebuild(force=True)
+
+
+def _checked(xargs: Any) -> Any:
+    if isinstance(xargs, dict) and requested_lookahead(xargs) is None:
+        return {name: value for name, value in xargs.items() if name != LOOKAHEAD_ARG}
+    return xargs
+
+
+def _note_runner(
+    original: patching.Function, self: "InputProcessor", *args: object, **kwargs: object
+) -> None:
+    original(self, *args, **kwargs)
+    config = self.vllm_config.speculative_config
+    if hasattr(config, "hetero"):
+        config.takes_all_params = self.vllm_config.use_v2_model_runner
+
+
+def _validate(
+    original: patching.Function,
+    self: "SamplingParams",
+    speculative_config: "SpeculativeConfig | None",
+) -> None:
+    ours = hasattr(speculative_config, "hetero")
+    if ours:
+        requested_lookahead(self.extra_args)
+    if getattr(speculative_config, "takes_all_params", False):
+        return
+    original(self, speculative_config)
+    if ours and self.thinking_token_budget is not None:
+        raise VLLMValidationError(
+            "The thinking_token_budget sampling parameter is not supported with speculative "
+            "decoding on Model Runner V1; leave it out, or serve without --speculative-config, "
+            "or on Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)."
+        )

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_hetero_spec.engine.compat import patching
-from vllm_hetero_spec.engine.compat.model_runner import choice
+from vllm_hetero_spec.engine.compat.releases import model_runner
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def install() -> None:
 
 def describe(config: "VllmConfig") -> str:
     """Return the model runner of a configuration with our drafter, and the reason."""
-    runner, why = choice(config._get_v2_model_runner_unsupported_features())
+    runner, why = model_runner(config._get_v2_model_runner_unsupported_features())
     return f"Model Runner {runner} ({why})"
 
 

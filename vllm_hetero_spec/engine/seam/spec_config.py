@@ -31,7 +31,7 @@ class HeteroSpeculativeConfig(SpeculativeConfig):
         drafter_model_config: The drafter's; `draft_model_config` is the target's, as `custom_class`
             requires.
         takes_all_params: True if drafts are verified under every sampling parameter; set by
-            `params_check`.
+            `request_params`.
         plugin_version: Version of this package in the front end.
     """
 
@@ -90,11 +90,11 @@ def install_hooks() -> None:
     from vllm_hetero_spec.engine.seam import (
         async_scheduling,
         cache_salt,
-        params_check,
+        request_params,
         runner_choice,
     )
     from vllm_hetero_spec.engine.trees import scratch
 
-    for part in (cache_salt, params_check, runner_choice, scratch):
+    for part in (cache_salt, request_params, runner_choice, scratch):
         part.install()
     async_scheduling.install(scratch.reserve_rows)

@@ -80,7 +80,7 @@ class TreePolicy(PlanPolicy):
         leads: np.ndarray,
         shares: np.ndarray,
     ) -> np.ndarray:
-        """Return P[the child is next] for children of races; a `trees.race_tree.Chances`."""
+        """Return P[the child is next] for children of races; a `trees.growth.Chances`."""
         return self._values.race.shares(parent, rank, depth, race_evidence(leads, shares))
 
     def observe(self, step: StepView) -> int:

@@ -13,8 +13,13 @@ from vllm_hetero_spec.draft.sampling import SampledMethod
 from vllm_hetero_spec.engine.drafter.tasks import DraftTask, TopCandidates
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.text.bridge import Bridge
-from vllm_hetero_spec.trees.growth import TreeBuilder, TreeCandidates, text_trees
-from vllm_hetero_spec.trees.race_tree import Chances, RaceTreeBuilder
+from vllm_hetero_spec.trees.growth import (
+    Chances,
+    RaceTreeBuilder,
+    TreeBuilder,
+    TreeCandidates,
+    text_trees,
+)
 
 # Unfed nodes to translate per request; each takes 10 us. Measured on a pair of code models: 24
 # improve trees of 16 nodes by 2 %, and trees of 8 nodes not at all.

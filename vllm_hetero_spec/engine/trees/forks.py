@@ -17,10 +17,9 @@ from collections.abc import Sequence
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.engine.drafter.decode_loop import Drafter
-from vllm_hetero_spec.engine.drafter.extension import RoundExtension
 from vllm_hetero_spec.engine.drafter.kv_pool import KVPool
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence
-from vllm_hetero_spec.engine.drafter.round import Round
+from vllm_hetero_spec.engine.drafter.round import Round, RoundExtension
 from vllm_hetero_spec.engine.drafter.round_plan import Fork
 from vllm_hetero_spec.engine.drafter.tasks import (
     DrafterTokens,
@@ -31,7 +30,7 @@ from vllm_hetero_spec.engine.drafter.tasks import (
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.trees.drafts import BranchTokens, DrafterBranch, TreeDrafts
 from vllm_hetero_spec.text.bridge import Bridge
-from vllm_hetero_spec.trees.race_tree import Chances
+from vllm_hetero_spec.trees.growth import Chances
 
 # Column of a fork's own token among the top candidates. Column 0 is the chain's token.
 _SECOND = 1

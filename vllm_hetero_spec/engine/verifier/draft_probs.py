@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import in_the_same_node_as
 
-from vllm_hetero_spec.draft.draft import DraftProbs
-from vllm_hetero_spec.draft.sparse_rows import SPARSE_TOP_K, pack, unpack
+from vllm_hetero_spec.draft.draft import SPARSE_TOP_K, DraftProbs, pack_rows, unpack_rows
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 
@@ -116,7 +115,7 @@ def shared(
         raise failure
     tables: dict[str, torch.Tensor] = {}
     for name, width in received["widths"].items():
-        tables[name] = received[name] if likeliest is None else unpack(received[name], width)
+        tables[name] = received[name] if likeliest is None else unpack_rows(received[name], width)
     return {
         req_id: DraftProbs(tables[name], row_of)
         for req_id, (name, row_of) in received["of_request"].items()
@@ -128,7 +127,7 @@ def _message(draft_probs: Mapping[str, DraftProbs], likeliest: int | None) -> di
     number = {key: str(i) for i, key in enumerate(rounds)}
     sent: dict[str, Any] = {
         # A broadcast on CPU sends contiguous memory. Rows may be a slice of wider ones.
-        number[key]: rows.contiguous() if likeliest is None else pack(rows, likeliest)
+        number[key]: rows.contiguous() if likeliest is None else pack_rows(rows, likeliest)
         for key, rows in rounds.items()
     }
     sent["widths"] = {number[key]: rows.shape[1] for key, rows in rounds.items()}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_hetero_spec.engine.seam.step_view import BatchView
-from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
+from vllm_hetero_spec.engine.verifier.cpu_rows_v1 import apply_top_k_top_p
 from vllm_hetero_spec.staging import Send, on_host
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race

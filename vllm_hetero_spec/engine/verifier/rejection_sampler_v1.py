@@ -25,11 +25,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.seam.tree_adapter import TreesView, Walk
+from vllm_hetero_spec.engine.verifier.cpu_rows_v1 import apply_row_penalties, apply_top_k_top_p
 from vllm_hetero_spec.engine.verifier.draft_probs import PendingDraftProbs
 from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.engine.verifier.requested_logprobs import with_asked
-from vllm_hetero_spec.engine.verifier.row_penalties_v1 import apply_row_penalties
-from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import apply_top_k_top_p
 from vllm_hetero_spec.fast_argmax import fast_argmax
 from vllm_hetero_spec.staging import Send
 from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch

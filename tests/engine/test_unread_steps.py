@@ -14,20 +14,20 @@ from scenarios import Outputs, generate, greedy, joining_and_aborting
 
 from vllm_hetero_spec import read_stats
 from vllm_hetero_spec.engine import drafting_rank
-from vllm_hetero_spec.engine.looks import Looks
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 from vllm_hetero_spec.lookahead.controllers import Fixed
+from vllm_hetero_spec.lookahead.prober import UnreadSteps
 
 
 def test_some_of_many_steps_without_drafts_are_looked_at() -> None:
-    looks = Looks()
-    first = [step for step in range(140) if not looks.passes(step > 0, 4)]
+    unread = UnreadSteps()
+    first = [step for step in range(140) if not unread.skips(step > 0, 4)]
     assert first == [0, 1, 2, 64, 65, 128, 129]
-    assert not looks.passes(False, 4)
-    assert [looks.passes(True, 4) for _ in range(4)] == [False, False, True, True]
+    assert not unread.skips(False, 4)
+    assert [unread.skips(True, 4) for _ in range(4)] == [False, False, True, True]
     # 7 requests instead of 4 count as the same batch; 8 requests count as another one.
-    assert [looks.passes(True, 7), looks.passes(True, 8)] == [True, False]
-    assert [looks.passes(True, 8) for _ in range(4)] == [False, False, True, True]
+    assert [unread.skips(True, 7), unread.skips(True, 8)] == [True, False]
+    assert [unread.skips(True, 8) for _ in range(4)] == [False, False, True, True]
 
 
 # ---- engines -------------------------------------------------------------------------------------
