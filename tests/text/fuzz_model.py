@@ -187,10 +187,13 @@ def separable(tokenizer: TextTokenizer, text: str, at: int) -> bool:
 
 
 def endings(drafter: TextTokenizer, text: str) -> list[list[int]]:
-    """Return the ids of a text and, if it ends in a space, also its ids before a next word."""
+    """Return the ids of a text and, if it ends in a space, also its ids before a next word.
+
+    The word may contain the last space.
+    """
     found = [drafter.encode(text)]
     if text and text[-1].isspace():
         *followed, word = drafter.encode(text + "x")
-        if drafter.token_bytes[word] == b"x":
+        if drafter.token_bytes[word] in (b"x", text[-1].encode() + b"x"):
             found.append(followed)
     return found

@@ -157,7 +157,10 @@ class Walk:
         """
         drafter = self.pair.drafter
         whole = self.pair.whole(scratch)
-        require(context.held == scratch.held, "held", context.held, scratch.held)
+        space = context.held == b" "  # kept for the next word
+        if space:
+            require(scratch.text.endswith(" ") and not scratch.held, "a held space", scratch)
+        require(space or context.held == scratch.held, "held", context.held, scratch.held)
         require(context.untouched == scratch.untouched, "untouched", context.untouched)
         require(scratch.text.endswith(context.tail), "tail", context.tail)
         self.seen["contexts"] += 1
@@ -169,9 +172,13 @@ class Walk:
             self.seen["contexts with other bytes"] += 1
         else:
             spelled = drafter.decode_bytes(context.ids)
-            require(spelled == drafter.decode_bytes(whole), "bytes differ from scratch", spelled)
+            expected = drafter.decode_bytes(whole)
+            if space:
+                require(expected.endswith(b" "), "no space to hold", expected)
+                expected = expected[:-1]
+            require(spelled == expected, "bytes differ from scratch", spelled)
             texts = [text for text, _ in scratch.closed]
-            require_spelled(drafter, context.ids, *texts, scratch.text)
+            require_spelled(drafter, context.ids, *texts, scratch.text[: len(scratch.text) - space])
 
     def drafts(self, scratch: Scratch) -> None:
         """Check drafts of the target's own next ids, of the first half of them, and of noise."""
@@ -183,10 +190,10 @@ class Walk:
         following = following[:text]
         if max(following, default=0) >= target.vocab_size:
             following = []
-        while following and incomplete(scratch.held + target.decode_bytes(following)):
+        while following and incomplete(context.held + target.decode_bytes(following)):
             following.pop()
         strip, add = context.untouched
-        rest = scratch.held + target.decode_bytes(following)
+        rest = context.held + target.decode_bytes(following)
         begins = not strip or rest.startswith(b" ")
         if strip:
             rest = rest.removeprefix(b" ")
@@ -233,7 +240,7 @@ class Walk:
         target, control = self.pair.target, self.pair.special.target_control
         require(len(proposal) <= max(0, self.case.limit), "limit", proposal)
         parts = drafted(self.pair, draft, scratch.untouched)
-        spelled, held = b"", scratch.held
+        spelled, held = b"", self.context.held
         for token_id in proposal:
             data, following = parts[0]
             if token_id in control:

@@ -10,16 +10,18 @@ class Context(Protocol):
 
     Attributes:
         ids: Drafter ids of the text so far. Read-only for callers.
-        held: Bytes of an incomplete UTF-8 character at the end. They are not yet in `ids`.
         broken: True after a failed translation: do not draft for this request.
         num_dropped: Number of old ids that were removed because the text became too long. They do
             not count in an index into `ids`.
     """
 
     ids: list[int]
-    held: bytes
     broken: bool
     num_dropped: int
+
+    @property
+    def held(self) -> bytes:
+        """Bytes at the end that are not in `ids`: of a begun character, or one space of a word."""
 
     @property
     def num_target(self) -> int:

@@ -44,7 +44,8 @@ class TextContext:
         self.ids: list[int] = [drafter.bos_id] if starts_with_bos else []  # type: ignore[list-item]
         self.target_ids: list[int] = []
         self.broken = False
-        self.held = b""
+        self._begun = b""  # first bytes of a character
+        self._space = b""  # the last space of the tail if it is kept for the next word
         self.num_dropped = 0
         self._longest, self._begins = longest, len(self.ids)  # leading ids that are never dropped
         self._target_dropped = 0
@@ -52,6 +53,10 @@ class TextContext:
         self._lost = 0  # bytes of the tail already counted as lost
         self._strip_space = target.leading_space.applies(first=True)
         self._add_space = drafter.leading_space.applies(first=True)
+
+    @property
+    def held(self) -> bytes:
+        return self._space + self._begun
 
     @property
     def num_target(self) -> int:
@@ -136,6 +141,7 @@ class TextContext:
     def commit_prefix(self, tail_ids: Sequence[int]) -> int:
         """Run the second half of `append`, with the drafter's ids of `tail`. Return its c."""
         self._count_lost(tail_ids)
+        self._space = b""
         tail_ids = self._split_as_target(tail_ids)
         kept = self._replace_tail(tail_ids)
         if len(tail_ids) > cuts.TAIL_TOKENS or len(self.tail) > cuts.TAIL_CHARACTERS:
@@ -180,12 +186,19 @@ class TextContext:
 
         Pre-tokenizers give the last space of a run to the next word. At the end of a text the run
         becomes one token, after which the drafter expects more white space. The run is complete if
-        the target split what it could write as one token, and most likely behind a paragraph.
+        the target split what it could write as one token, and most likely behind a paragraph. It is
+        also complete if the target writes it apart from a word, as Gemma writes an indentation. The
+        last space is then held, because the drafter's next token begins with it.
         """
         if not tail_ids or not self.tail[-1].isspace() or self.target_ids[-1] == UNKNOWN_ID:
             return tail_ids
         text = self.tail.rstrip()
         run, line = self.tail[len(text) :], text.rpartition("\n")[2]
+        if self._target_writes_apart(run):
+            followed = self._drafter.encode(self.tail + cuts.ANY_WORD)
+            if self._word_of(followed) == b" " + cuts.ANY_WORD.encode():
+                self._space = b" "
+                return followed[:-1]
         if not run.endswith("\n\n") or line[:1].isspace():
             ours = self._drafter.token_bytes[tail_ids[-1]]
             theirs = self._target.token_bytes[self.target_ids[-1]]
@@ -195,10 +208,19 @@ class TextContext:
             if not joined or len(self._target.token_bytes[joined[-1]]) <= len(theirs):
                 return tail_ids
         followed = self._drafter.encode(self.tail + cuts.ANY_WORD)
-        ends_in_word = (
-            followed and self._drafter.token_bytes[followed[-1]] == cuts.ANY_WORD.encode()
+        return followed[:-1] if self._word_of(followed) == cuts.ANY_WORD.encode() else tail_ids
+
+    def _word_of(self, ids: Sequence[int]) -> bytes:
+        return self._drafter.token_bytes[ids[-1]] if ids else b""
+
+    def _target_writes_apart(self, run: str) -> bool:
+        """Return True if the target ends white space with its last token, whatever word follows."""
+        if run[-1] != " ":
+            return False
+        last = self._target.encode(run + cuts.ANY_WORD)[-2:]
+        return last[0] == self.target_ids[-1] and (
+            self._target.token_bytes[last[-1]] == cuts.ANY_WORD.encode()
         )
-        return followed[:-1] if ends_in_word else tail_ids
 
     def _take_bytes(self, data: bytes) -> None:
         if not data:
@@ -206,9 +228,9 @@ class TextContext:
         if self._strip_space:
             self._strip_space = False
             data = data.removeprefix(b" ")
-        data = self.held + data
+        data = self._begun + data
         text, used = utf_8_decode(data, "surrogateescape", False)
-        self.held = data[used:]
+        self._begun = data[used:]
         self._take_text(text)
 
     def _take_text(self, text: str) -> None:
@@ -231,8 +253,8 @@ class TextContext:
         return kept
 
     def _take_special(self, drafter_id: int) -> int:
-        self._take_text(self.held.decode("utf-8", "surrogateescape"))
-        self.held = b""
+        self._take_text(self._begun.decode("utf-8", "surrogateescape"))
+        self._begun = self._space = b""
         tail_ids = self._drafter.encode_batch([self.tail])[0]
         self._count_lost(tail_ids)
         kept = self._replace_tail(tail_ids)
@@ -282,5 +304,5 @@ class TextContext:
         left, right = self._drafter.encode_batch([self.tail[:at], self.tail[at:]])
         kept = self._replace_tail([*left, *right])
         self._cut += len(left)
-        self.tail = self.tail[at:]
+        self.tail, self._space = self.tail[at:], b""
         return kept

@@ -144,8 +144,8 @@ class RequestState(Generic[Table]):
         """Return how the next draft is sampled; None for a greedy draft.
 
         A draft is greedy at temperature 0. It is also greedy under structured output, because the
-        grammar would shorten it depending on its tokens. A draft that begins inside a character is
-        greedy too, because its first bytes are given.
+        grammar would shorten it depending on its tokens. A draft that begins with held bytes of the
+        context is greedy too, because its first bytes are given.
         """
         params = request.params
         if not params.random or params.structured or self.context.held:
