@@ -51,9 +51,7 @@ def _bound(nats: float, freedom: int) -> float:
 def p_value(found: Counter, law: Mapping[Any, float]) -> float:
     """Return an upper bound of the p-value: samples at least as far from the distribution.
 
-    Args:
-        found: Number of each outcome.
-        law: Probability of each outcome; the rest to 1 belongs to all other outcomes.
+    `law` has the probability of each outcome; the rest to 1 belongs to all other outcomes.
     """
     samples = found.total()
     cells = _cells(law, samples)

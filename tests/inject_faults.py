@@ -22,23 +22,14 @@ NOT_COPIED = (".git", ".venv*", "__pycache__", "*.egg-info", "build", "shared")
 
 
 class Fault(NamedTuple):
-    """One wrong place.
+    """One wrong place."""
 
-    Attributes:
-        promise: First column of the table of promises.
-        what: The fault in a few words.
-        file: Path below the repository.
-        right: Text that is in the file once.
-        wrong: Takes its place.
-        caught_by: Files or node ids of tests, below `tests/`; each has to fail.
-    """
-
-    promise: str
-    what: str
-    file: str
-    right: str
-    wrong: str
-    caught_by: tuple[str, ...]
+    promise: str  # first column of the table of promises
+    what: str  # the fault in a few words
+    file: str  # path below the repository
+    right: str  # text that is in the file once
+    wrong: str  # takes its place
+    caught_by: tuple[str, ...]  # files or node ids of tests, below `tests/`; each has to fail
 
 
 GREEDY = "Temperature 0: the tokens of the target"
@@ -275,11 +266,7 @@ def rows() -> list[list[str]]:
 
 
 def missed(fault: Fault, copy: Path) -> list[str]:
-    """Inject a fault into a copy of the repository and run its tests.
-
-    Returns:
-        The tests that passed on it; all if none was collected.
-    """
+    """Inject a fault into a copy of the repository. Return its tests that do not fail on it."""
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
     file = copy / fault.file
     file.write_text(file.read_text().replace(fault.right, fault.wrong))

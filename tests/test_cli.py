@@ -66,31 +66,6 @@ def compared(folder: str, capsys: Out, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def with_texts(sample: Sample, *texts: str) -> Sample:
-    """Return a copy of the sample with other texts."""
-    pairs = zip(sample.traces, texts, strict=True)
-    return dataclasses.replace(
-        sample, traces=[dataclasses.replace(trace, text=text) for trace, text in pairs]
-    )
-
-
-def test_figures_of_a_comparison(folder: str, answers: Answers, capsys: Out) -> None:
-    found = json.loads(compared(folder, capsys, "--json"))
-    assert found["identical"] == found["prompts"] == 2
-    assert found["speedup"] == pytest.approx(2.0)
-    assert found["method"] == "hetero"
-    assert answers.started == ["hetero", "alone"]  # first, so that a refused drafter fails early
-    alone, speculative = found["alone"], found["speculative"]
-    assert alone["tokens_per_second"]["median"] == pytest.approx(3.0)
-    assert speculative["acceptance_length"] == pytest.approx(1 + 6 / 4)
-    assert speculative["skipped"] == {"no_blocks": 7}
-    assert alone["ttft"]["median"] == pytest.approx((0.2 + 0.4) / 2)
-    assert alone["tpot"]["median"] == pytest.approx((0.4 + 0.3) / 2)
-    assert speculative["ttft"]["median"] == pytest.approx((0.3 + 0.5) / 2)
-    # The second completion came at once, so that only the first has later tokens.
-    assert speculative["tpot"]["median"] == pytest.approx(0.1)
-
-
 def test_equal_texts_of_a_widened_target(
     folder: str, answers: Answers, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,12 +98,6 @@ def test_too_few_prompts_are_reported(answers: Answers, folder: str, capsys: Out
 def test_sampled_texts_are_not_compared(folder: str, answers: Answers, capsys: Out) -> None:
     found = json.loads(compared(folder, capsys, "--temperature", "1", "--json"))
     assert found["identical"] is None
-
-
-def test_markup_in_a_text_is_printed_as_it_is(folder: str, answers: Answers, capsys: Out) -> None:
-    texts = ["[bold]x[/] [0]", "y"]
-    answers.alone, answers.speculative = with_texts(ALONE, *texts), with_texts(SPECULATIVE, *texts)
-    assert "[bold]x[/] [0]" in compared(folder, capsys)
 
 
 def test_missing_weights_are_refused(folder: str, answers: Answers, capsys: Out) -> None:

@@ -5,22 +5,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, StrictBool, TypeAdapter, ValidationError
+from pydantic import Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec import paths
 from vllm_hetero_spec.errors import (
     ConfigError,
-    Mistake,
     Table,
     between,
     checked,
     first_line,
-    first_mistake,
     nearest,
     one_line,
     one_of,
-    sentence,
     whole,
 )
 
@@ -79,21 +76,6 @@ def test_the_first_mistake_is_one_sentence(changes: dict, refusal: str) -> None:
     assert str(refused.value).count("\n") == 0
 
 
-def test_a_mistake_may_be_inside_the_value_that_is_checked() -> None:
-    assert sentence(("a", 0), Mistake("is 3.", "b"), "all") == "a[0].b is 3."
-    assert sentence((), Mistake("is empty."), "all") == "all is empty."
-    assert sentence(("a",), ConfigError("No."), "all") == "No."
-
-
-def test_the_place_of_a_mistake() -> None:
-    with pytest.raises(ValidationError) as refused:
-        TypeAdapter(Pet).validate_python({"name": "Tom", "young": [{"nme": "Tim"}]})
-    place, mistake = first_mistake(refused.value)
-    assert place == ("young", 0)
-    assert isinstance(mistake, Mistake)
-    assert mistake.line_of == ("nme",)
-
-
 def test_errors_of_others_become_one_line() -> None:
     assert first_line(OSError("\nno such model.\nTraceback")) == "no such model"
     assert one_line("a\n  b\tc") == "a b c"
@@ -107,10 +89,6 @@ def test_only_near_names_are_proposed() -> None:
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HETERO_SPEC_DEMO", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert paths.cache_folder() == tmp_path / "vllm_hetero_spec"
     assert paths.demo_folder() == tmp_path / "vllm_hetero_spec" / "demo"
     monkeypatch.setenv("HETERO_SPEC_DEMO", str(tmp_path / "elsewhere"))
     assert paths.demo_folder() == tmp_path / "elsewhere"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert paths.cache_folder() == tmp_path / ".cache" / "vllm_hetero_spec"

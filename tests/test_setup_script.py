@@ -34,11 +34,7 @@ esac
 
 
 class Machine:
-    """A copy of the scripts, and a PATH with a fake `nvidia-smi`.
-
-    Args:
-        folder: An empty folder.
-    """
+    """A copy of the scripts in an empty folder, and a PATH with a fake `nvidia-smi`."""
 
     def __init__(self, folder: Path) -> None:
         self.fakes, self.repo, self._log = folder / "fakes", folder / "repo", folder / "log"

@@ -36,41 +36,25 @@ ALONE = None
 
 @dataclass(frozen=True)
 class World:
-    """Behavior of an engine.
+    """Behavior of an engine."""
 
-    Attributes:
-        speeds: Tokens per second in its first, second, ... round; the sequence repeats.
-        at_batch: Factor on the speed at a batch size; 1 by default.
-        accepted: Accepted tokens of each draft of 3 tokens; None if nothing is drafted.
-        refuse: Exception raised at the start.
-        fail_at: Batch size at which a load fails, with the exception.
-    """
-
-    speeds: Sequence[float] = (12.0,)
-    at_batch: dict[int, float] = field(default_factory=dict)
-    accepted: int | None = 2
-    refuse: BaseException | None = None
-    fail_at: tuple[int, BaseException] | None = None
+    speeds: Sequence[float] = (12.0,)  # tokens per second in each round; the sequence repeats
+    at_batch: dict[int, float] = field(default_factory=dict)  # factors on the speed; 1 by default
+    accepted: int | None = 2  # tokens of each draft of 3 tokens; None if nothing is drafted
+    refuse: BaseException | None = None  # raised at the start
+    fail_at: tuple[int, BaseException] | None = None  # batch size at which a load raises this
 
 
 @dataclass
 class Fakes:
-    """Starts fake engines.
-
-    Attributes:
-        worlds: Behavior by the drafter's name; `ALONE` is the target alone.
-        runs: (drafter, load) of every run, in order.
-        configs: `--speculative-config` of every started engine.
-        suites: Suite of every started engine.
-        up: Drafters of the engines that are running; `most_up` is its largest length so far.
-    """
+    """Starts fake engines, by the drafter's name; `ALONE` is the target alone."""
 
     worlds: dict[str | None, World] = field(default_factory=lambda: {ALONE: World((10.0,))})
     runs: list[tuple[str | None, Load]] = field(default_factory=list)
-    configs: list[dict[str, Any] | None] = field(default_factory=list)
-    suites: list[Suite] = field(default_factory=list)
-    up: list[str | None] = field(default_factory=list)
-    most_up: int = 0
+    configs: list[dict[str, Any] | None] = field(default_factory=list)  # of all started engines
+    suites: list[Suite] = field(default_factory=list)  # of all started engines
+    up: list[str | None] = field(default_factory=list)  # running engines
+    most_up: int = 0  # largest length of `up` so far
 
     def start(self, engine: EngineId, suite: Suite, at_once: int, *, verbose: bool) -> "FakeEngine":
         (target,) = suite.targets

@@ -70,27 +70,17 @@ def sample(token_ids: list[list[int]], seconds: float, **counters: Any) -> Sampl
 
 @dataclass
 class Fakes:
-    """Starts engines that answer from tables, and records the events.
+    """Starts engines that answer from tables by method, and records the events."""
 
-    Attributes:
-        seconds: Time of each run of an engine, by method; the last one repeats.
-        outputs: Token ids for every prompt, by method; the default is `[1, 2, 3, 4]`.
-        refuse: Exception raised by the start of a method's engine.
-        fail: Exception raised by a run, by method and number of the run, counted from 0.
-        log: Pairs of "start", "run" or "close" and the engine's method.
-        runners: Model runner of a method's engine; the default is "V2" for vLLM's engines.
-        failures: Cell and sentence of each failed run.
-    """
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    refuse: dict[str, BaseException] = field(default_factory=dict)
-    fail: dict[tuple[str, int], BaseException] = field(default_factory=dict)
-    log: list[tuple[str, str]] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each run; the last repeats
+    outputs: dict[str, list[int]] = field(default_factory=dict)  # token ids for every prompt
+    refuse: dict[str, BaseException] = field(default_factory=dict)  # raised by the start
+    fail: dict[tuple[str, int], BaseException] = field(default_factory=dict)  # by number of the run
+    log: list[tuple[str, str]] = field(default_factory=list)  # "start", "run" or "close"; method
     loads: list[Load] = field(default_factory=list)
     runs: dict[str, int] = field(default_factory=dict)
-    runners: dict[str, str] = field(default_factory=dict)
-    failures: list[tuple[str, str]] = field(default_factory=list)
+    runners: dict[str, str] = field(default_factory=dict)  # "V2" by default for vLLM's engines
+    failures: list[tuple[str, str]] = field(default_factory=list)  # cell and sentence of a run
 
     def start(self, engine: EngineId, **_: Any) -> "FakeEngine":
         self.log.append(("start", engine.method))

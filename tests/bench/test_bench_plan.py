@@ -120,12 +120,6 @@ def test_only_without_a_fit_is_refused() -> None:
         plan_of(SUITE, only="tli")
 
 
-def test_recorded_runs_are_not_measured_again() -> None:
-    plan = plan_of(SUITE)
-    (runs,) = plan.pending(set())
-    assert plan.pending(set(runs)) == [[]]
-
-
 def test_the_rest_of_a_round_is_measured_with_its_reference() -> None:
     plan = plan_of(suite(peers=("alone", "vllm_tli")))
     (runs,) = plan.pending(set())

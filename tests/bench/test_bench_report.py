@@ -30,15 +30,6 @@ def table_lines(text: str, title: str) -> list[str]:
     return section.split("\n\n")[0].splitlines()[2:]
 
 
-def test_rows_are_paired_by_round(tmp_path: Path) -> None:
-    rows = rows_of(measured(tmp_path, Fakes(SECONDS)))
-    assert [row.cell.engine.method for row in rows] == ["alone", "slem"]
-    found = row_of(rows, "slem").speedup
-    assert (found.median, found.low, found.high) == pytest.approx((2.0, 1.0, 4.0))
-    alone = row_of(rows, "alone")
-    assert (alone.speedup, alone.identical, alone.speedup_over_hf) == (None, None, None)
-
-
 def test_a_reference_measured_again_counts_once(tmp_path: Path) -> None:
     contents = measured(tmp_path, Fakes(SECONDS))
     again = dataclasses.replace(contents.samples[0], session=1)
@@ -56,19 +47,6 @@ def test_the_row_of_a_method_in_the_table_of_speeds(tmp_path: Path) -> None:
         "| code | big | slem | small | 4 | 0 | 1 | 250.0 | 250.0 | 8.0 | 2.00x (1.00-4.00) | - | - "
         "| 2.50 | 2 of 2 |",
     ]
-
-
-def test_the_other_tables(tmp_path: Path) -> None:
-    contents = measured(tmp_path, Fakes(SECONDS))
-    text = markdown(contents, rows_of(contents))
-    assert table_lines(text, "Speculation") == [
-        "| code | big | slem | small | 4 | 0 | 1 | 12 | 36 | 30 | 18 | 0.75 0.50 0.25 "
-        "| 0.75 | 1.50 | 3.00 | 0.38 | no_blocks 6 |"
-    ]
-    latency = table_lines(text, "Latency")[1]
-    assert latency.endswith(
-        "| 250.0 / 250.0 / 250.0 | 250.0 / 250.0 / 250.0 | 250.0 / 250.0 / 250.0 | 24 | 3 |"
-    )
 
 
 def test_hugging_face_is_compared_with_both_references(tmp_path: Path) -> None:
@@ -99,16 +77,6 @@ def test_settings_are_compared_with_the_first(tmp_path: Path) -> None:
     assert (alone.speedup_over_first, first.speedup_over_first) == (None, None)
     found = other.speedup_over_first
     assert (found.median, found.low, found.high) == pytest.approx((2.5, 2.0, 4.0))
-
-
-def test_differing_output_is_counted(tmp_path: Path) -> None:
-    rows = rows_of(measured(tmp_path, Fakes(outputs={"slem": [1, 2, 3, 5]})))
-    assert row_of(rows, "slem").identical == (0, 2)
-
-
-def test_sampled_output_is_not_compared(tmp_path: Path) -> None:
-    rows = rows_of(measured(tmp_path, Fakes(), suite(temperatures=(1.0,))))
-    assert row_of(rows, "slem").identical is None
 
 
 def test_without_a_reference_there_is_no_speedup(tmp_path: Path) -> None:

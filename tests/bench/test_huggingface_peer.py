@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from goodness import follows
+from target_law import Setting, law_of
+from target_law import load as load_model
 
 from vllm_hetero_spec.bench.huggingface_engine import (
     Generator,
@@ -44,9 +46,7 @@ def alone(demo_pair: Path, load: Load) -> Sample:
 @pytest.fixture(scope="module")
 def assisted(demo_pair: Path) -> Iterator[HuggingFaceEngine]:
     spec = HuggingFaceSpec(
-        str(demo_pair / "target"),
-        str(demo_pair / "drafter"),
-        num_assistant_tokens=LOOKAHEAD,
+        str(demo_pair / "target"), str(demo_pair / "drafter"), num_assistant_tokens=LOOKAHEAD
     )
     with HuggingFaceEngine(spec) as engine:
         yield engine
@@ -136,28 +136,16 @@ def test_sampling_across_tokenizers_follows_the_targets_law(
     demo_pair: Path, assisted: HuggingFaceEngine, load: Load
 ) -> None:
     """The second token is verified against the draft, or follows a rejected one."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     temperature, count = 0.8, 600
-    model = AutoModelForCausalLM.from_pretrained(demo_pair / "target", dtype=torch.float32)
     prompt = load.prompts[0][:200]
-    start = AutoTokenizer.from_pretrained(demo_pair / "target").encode(prompt)
+    model, start = load_model(demo_pair / "target", prompt)
 
-    def shares(path: list[int], nucleus: float) -> dict[int, float]:
-        with torch.inference_mode():
-            row = (model(torch.tensor([[*start, *path]])).logits[0, -1] / temperature).softmax(-1)
-        best = row.sort(descending=True)
-        kept = int((best.values.cumsum(0) - best.values < nucleus).sum())
-        scaled = best.values[:kept] / best.values[:kept].sum()
-        return dict(zip(best.indices.tolist(), scaled.tolist(), strict=False))
-
-    def law_of(nucleus: float) -> dict[tuple[int, int], float]:
-        firsts = shares([], nucleus).items()
-        return {(a, b): p * q for a, p in firsts for b, q in shares([a], nucleus).items()}
+    def law_with(nucleus: float) -> dict[tuple[int, ...], float]:
+        return law_of(model, start, Setting(temperature, top_p=nucleus), 2, rare=0.0)
 
     # The entropy depends on the training, so take the narrowest nucleus that leaves a choice.
-    nucleus = next(share / 20 for share in range(10, 20) if len(law_of(share / 20)) > 4)
-    law = law_of(nucleus)
+    nucleus = next(share / 20 for share in range(10, 20) if len(law_with(share / 20)) > 4)
+    law = law_with(nucleus)
     options = {"temperature": temperature, "top_p": nucleus, "seed": 0, "ignore_eos": True}
     sample = assisted.run(Load([prompt] * count, max_tokens=3, **options))
     assert 0 < sample.accepted_tokens < sample.draft_tokens

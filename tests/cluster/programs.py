@@ -20,18 +20,8 @@ def executor(
 ) -> dict[str, Any]:
     """Run an engine of two ranks, then kill one of them during a step.
 
-    Args:
-        target: Folder of the target.
-        spec: The speculative configuration.
-        texts: Prompts.
-        sampled: Sampling parameters, `prompt` and `times`.
-
-    Returns:
-        greedy: Tokens of each text.
-        counts: Counters of each rank after the first three texts. They run one at a time, so that
-            the number of drafts does not depend on other requests.
-        sampled: Tokens of each sample.
-        killed: See `killed`.
+    `sampled` has sampling parameters, `prompt` and `times`. The first three texts run one at a
+    time, so that the number of drafts in `counts` of each rank does not depend on other requests.
     """
     from vllm import LLM, SamplingParams
 

@@ -99,19 +99,12 @@ def processes(address: str, name: str) -> list[psutil.Process]:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A running cluster.
+    """A running cluster."""
 
-    Attributes:
-        address: Host and port of its head.
-        folder: Folder of all its files; the path is short because socket names are long.
-        environment: Environment of its processes and of programs that use it.
-        metrics_port: Port on which its head exports the metrics of all its processes.
-    """
-
-    address: str
-    folder: Path
-    environment: dict[str, str]
-    metrics_port: int = field(default_factory=free_port)
+    address: str  # host and port of its head
+    folder: Path  # of all its files; the path is short because socket names are long
+    environment: dict[str, str]  # of its processes and of programs that use it
+    metrics_port: int = field(default_factory=free_port)  # its head exports all metrics there
 
     def popen(
         self, *command: str, output: Any = subprocess.PIPE, **environment: str
@@ -127,12 +120,7 @@ class RayCluster:
         )
 
     def run(self, *command: str, **environment: str) -> str:
-        """Run such a program, which must succeed, and return its output.
-
-        Args:
-            command: Its file and arguments.
-            environment: Variables in addition to the cluster's.
-        """
+        """Run such a program, which must succeed, and return its output."""
         program = self.popen(*command, **environment)
         try:
             said, errors = program.communicate(timeout=SECONDS)
@@ -151,12 +139,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def node(self, *options: str, **environment: str) -> Iterator[None]:
-        """Add a node to this cluster.
-
-        Args:
-            options: Options of `ray start`.
-            environment: Variables of its processes; they override the cluster's.
-        """
+        """Add a node with options of `ray start` and variables that override the cluster's."""
         other = replace(self, environment=self.environment | environment)
         with contextlib.ExitStack() as stack:
             _entered(stack, lambda: other._started(f"--address={self.address}", *options))

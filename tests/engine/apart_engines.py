@@ -146,11 +146,9 @@ def test_copies_between_host_and_device_are_not_recorded() -> None:
 def test_few_operations_are_queued_in_a_step(
     heat: float, most: int, chain_pair: Path, queued: Queued
 ) -> None:
-    """8 requests with drafts of 4 tokens need few operations of this package in a step.
+    """Each operation of this package is a kernel launch on a GPU, which costs time of the host.
 
-    On a GPU each operation is a kernel launch, which costs time of the host. The number depends on
-    the accepted tokens, and on how often the first token of a draft is replaced. It is the same on
-    every machine, because the weights are not trained.
+    The number depends on the accepted tokens. Untrained weights make it the same on every machine.
     """
     texts = [PROMPT[start:] for start in range(8)]
     spec = slem(chain_pair / "drafter", 4, method="push_forward")

@@ -21,10 +21,7 @@ def v1_environment() -> dict[str, str]:
 
 
 def environment_of(way: str, request: pytest.FixtureRequest) -> dict[str, str]:
-    """Return the environment of "V1", or of another text for V2.
-
-    The text may contain "ahead" (asynchronous scheduling) and "0.33" (that release of vLLM).
-    """
+    """Return the environment of "V1", or of V2, whose text may contain "ahead" and "0.33"."""
     if way == "V1":
         return v1_environment()
     pytest.importorskip("triton")
@@ -43,15 +40,9 @@ def passed(files: Sequence[str], environment: Mapping[str, str], names: str = ""
 def run_in_child(
     tests: Sequence[str], environment: Mapping[str, str], folder: Path
 ) -> dict[str, str]:
-    """Run tests of this folder in one process.
+    """Run tests of this folder in one process; the report is written to `folder`.
 
-    Args:
-        tests: Node ids, such as "laws_v2.py::test_samples[tli]".
-        environment: Environment variables of the process.
-        folder: Folder for the report.
-
-    Returns:
-        Error text by node id; "" for a test that passed.
+    Return the error text by node id, such as "laws_v2.py::test_samples[tli]"; "" if it passed.
     """
     report = folder / "report.xml"
     done = subprocess.run(

@@ -90,11 +90,7 @@ class Queued(NamedTuple):
 
 
 class Apart(torch.Tensor):
-    """A tensor on the device.
-
-    Attributes:
-        here: Its values, as a tensor on the host.
-    """
+    """A tensor on the device. `here` is a tensor on the host with its values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     here: torch.Tensor
@@ -231,11 +227,7 @@ library.impl("aten::_copy_from", "PrivateUse1", _copied)
 
 
 class Event:
-    """An event. It is complete if `lag` later events were recorded, or if it was waited for.
-
-    Attributes:
-        lag: Number of later events.
-    """
+    """An event. It is complete if `lag` later events were recorded, or if it was waited for."""
 
     lag, _recorded, _happened = 0, 0, 0  # the last two count all events
 

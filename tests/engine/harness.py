@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start vLLM engines for tests in this process, and read their counters.
-
-Only one engine may exist at a time, so a test module uses one engine for many tests.
-"""
+"""Start vLLM engines for tests in this process, one at a time, and read their counters."""
 
 import contextlib
 import gc
@@ -46,11 +43,7 @@ CORE = max(os.sched_getaffinity(0))  # of a drafter process
 
 
 def v2_environment(*first: Path) -> dict[str, str]:
-    """Return the environment of a process whose engines run on Model Runner V2.
-
-    Args:
-        first: Folders to import from before all others, such as another release of vLLM.
-    """
+    """Return the environment of engines on Model Runner V2; imports search `first` first."""
     tests = HERE.parent
     path = [HERE / "v2_on_cpu", *first, tests / "any_process", HERE, tests, tests.parent]
     own = {"VLLM_CACHE_ROOT": f"{first[0]}-cache"} if first else {}
@@ -160,17 +153,14 @@ def drafted_ahead(llm: Any) -> dict[str, Any]:
     return stats
 
 
-def profile(llm: Any, requests: int = 5) -> None:
+def profile(llm: Any) -> None:
     """Sample for dummy requests. vLLM does so at start-up, except for an eager engine on a CPU."""
     runner = proposer_of(llm).seam._runner
-    runner._dummy_sampler_run(torch.zeros(requests, runner.model_config.get_hidden_size()))
+    runner._dummy_sampler_run(torch.zeros(5, runner.model_config.get_hidden_size()))
 
 
 def metrics_of(llm: Any) -> dict[str, int]:
-    """Return vLLM's counters of speculation and preemption.
-
-    Names have neither the prefix `vllm:` nor `spec_decode_`.
-    """
+    """Return vLLM's counters of speculation and preemption, without the prefixes of their names."""
     return {
         m.name.removeprefix("vllm:").removeprefix("spec_decode_"): m.value
         for m in llm.get_metrics()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace a drafter by random trees that contain the target's known output and wrong branches.
-
-The known path has a random place: on the main path, on a side branch, or partly on several.
-"""
+"""Replace a drafter by random trees that contain the target's known output and wrong branches."""
 
 import contextlib
 import random
@@ -41,10 +38,7 @@ def overheard(llm: LLM) -> Iterator[dict[tuple[int, ...], list[int]]]:
 
 
 class KnownTrees:
-    """Drafts trees for an engine.
-
-    Args:
-        llm: The engine; its own drafter is no longer used.
+    """Drafts trees for an engine, in place of its own drafter.
 
     Attributes:
         known: The output to draft, by prompt.

@@ -166,10 +166,7 @@ def test_a_seed_means_the_same_in_any_batch(llm: Any) -> None:
 
 
 def test_log_probabilities_are_the_targets(llm: Any, target: Target) -> None:
-    """They are the target's for draft, recovered and bonus tokens.
-
-    By vLLM's default they are computed before any sampling parameter.
-    """
+    """Draft, recovered and bonus tokens have the target's own, before any sampling parameter."""
     model, start = target
     params = [
         SamplingParams(temperature=0.7, top_k=20, seed=s, logprobs=1, max_tokens=9, ignore_eos=True)
@@ -189,10 +186,7 @@ def test_log_probabilities_are_the_targets(llm: Any, target: Target) -> None:
 
 @pytest.mark.parametrize("drafter", ["drafter", "target", "none"])
 def test_races_are_those_of_the_seed(chain_pair: Path, target: Target, drafter: str) -> None:
-    """With a drafter, with the target as the drafter, and without drafts.
-
-    `test_races.py` requires the same texts of V1.
-    """
+    """`test_races.py` requires the same texts of V1."""
     setting, seeds, length = Setting(0.9, top_p=0.95), list(range(20)), 10
     name = "drafter" if drafter == "none" else drafter
     wish = {"extra_args": {LOOKAHEAD_ARG: 0}} if drafter == "none" else {}

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios: ways to use an engine. Each is a function from an engine to token ids.
-
-Tests run each scenario with the target alone and with each speculative configuration. The token
-ids must be equal.
-"""
+"""Scenarios: ways to use an engine. Each is a function from an engine to token ids."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -111,10 +107,7 @@ def with_params(**changes: Any) -> Scenario:
 
 
 def stops_behind_min_tokens(llm: LLM, prompts: list[str]) -> Outputs:
-    """The token that the target generates after `min_tokens` tokens is a stop token.
-
-    This position is often inside a draft or directly after it.
-    """
+    """The token after `min_tokens` tokens, often inside or right after a draft, is a stop token."""
     chosen = prompts[:22]
     free = generate(llm, chosen, greedy(max_tokens=16, ignore_eos=True))
     params = []
@@ -262,10 +255,7 @@ def run_all(
     tight: Mapping[str, Scenario] = TIGHT,
     **changes: Any,
 ) -> Run:
-    """Return token ids and counter increments by scenario.
-
-    `skipped` is not an increment: it contains the totals since the engine started.
-    """
+    """Return token ids and counter increments by scenario; `skipped` has totals since the start."""
     found = {}
     for scenarios, limits in ((roomy, {}), (tight, TIGHT_LIMITS)):
         if not scenarios:

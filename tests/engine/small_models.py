@@ -9,13 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 
 def save_model(make: Callable[..., PretrainedConfig], demo_pair: Path, folder: Path) -> Path:
-    """Write a model and its tokenizer into a folder, and return the folder.
-
-    Args:
-        make: Returns the configuration for `vocab_size` and the special ids of the tokenizer.
-        demo_pair: The folder of the demo pair, which contains the tokenizer.
-        folder: The folder to write.
-    """
+    """Write a model into a folder, and return it. `make` gets `vocab_size` and special ids."""
     tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     tokenizer.save_pretrained(folder)
     eos = tokenizer.eos_token_id

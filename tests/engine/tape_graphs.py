@@ -91,12 +91,7 @@ class _Outside:
 
 
 class TapeGraphs:
-    """Records on a CPU; `capture` is a `Capture`.
-
-    Attributes:
-        replays: Number of replays of all tapes.
-        captured: Number of tapes.
-    """
+    """Records on a CPU; `capture` is a `Capture`. Counts the tapes and the replays of all tapes."""
 
     def __init__(self) -> None:
         self.replays = 0

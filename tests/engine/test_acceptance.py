@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance lengths of the engine, compared with an oracle that drafts from the exact text.
-
-Translation between the tokenizers must not reduce acceptance.
-"""
+"""Acceptance lengths of the engine, compared with an oracle that drafts from the exact text."""
 
 import json
 from collections.abc import Sequence

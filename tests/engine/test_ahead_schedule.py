@@ -87,10 +87,7 @@ def agreed(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Ticks:
-    """Clock in place of the module `time`. Each tick runs one forward of the drafter process.
-
-    It runs while the engine waits for a draft, and while the target verifies.
-    """
+    """Clock in place of `time`. Each tick, also while the target verifies, runs one forward."""
 
     def __init__(self, server: DraftingServer) -> None:
         self.now, self._server = 0, server

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous scheduling: the data that the scheduler receives, and when it is enabled.
-
-`test_runner_v2` runs engines with it.
-"""
+"""Asynchronous scheduling: the data that the scheduler receives, and when it is enabled."""
 
 import logging
 from functools import partial
@@ -20,11 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
-from vllm_hetero_spec.engine.seam.async_scheduling import (
-    AsyncStepInfo,
-    buckets,
-    buckets_of,
-)
+from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets, buckets_of
 from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.errors import ConfigError
 
@@ -124,10 +117,7 @@ def config_of(asked: bool | None = None, **changes: Any) -> Any:
 
 
 def configured(config: Any) -> Any:
-    """Return the configuration after `__post_init__`.
-
-    `seen` contains `async_scheduling` and the buckets, as vLLM's own checks received them.
-    """
+    """Return the configuration after `__post_init__`; `seen` is what vLLM's own checks received."""
     seen: list[Any] = []
 
     def checks(self: Any) -> None:
@@ -158,10 +148,7 @@ def test_steps_are_scheduled_ahead_where_they_can_be(device: None, asked: bool |
 def test_graphs_of_all_tiers_are_captured(
     device: None, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the batch has fewer requests than there are tiers.
-
-    Schedules that are not ours keep vLLM's choice.
-    """
+    """Also in batches smaller than the number of tiers. Other schedules keep vLLM's choice."""
 
     class Manager(CudaGraphManager):
         _init_candidates = CudaGraphManager._init_candidates

@@ -85,10 +85,7 @@ def _sampled(model: Path, spec: dict[str, Any] | None, budget: int, prompt: str)
 def test_seeded_requests_live_through_chunked_prefill(
     demo_pair: Path, code_prompts: list[str]
 ) -> None:
-    """Without the repair the engine ends. With it the outputs equal those without chunked prefill.
-
-    This holds for seeded requests, alone and in a batch.
-    """
+    """Without the repair the engine ends; with it the outputs equal those of whole prompts."""
     target, prompt = demo_pair / "target", "".join(code_prompts)[:900]
     whole = _sampled(target, None, WHOLE, prompt)
     chunked = _sampled(target, None, CHUNKED, prompt)

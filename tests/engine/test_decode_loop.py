@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of drafting on a toy model: graphs compared with eager steps, and transfers.
-
-The graphs are recorded by `tape_graphs`, which needs no GPU.
-"""
+"""Rounds of drafting on a toy model: graphs compared with eager steps, and transfers."""
 
 import random
 from collections.abc import Sequence
@@ -93,10 +90,7 @@ def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) ->
 
 
 def choice(chance: random.Random) -> Any:
-    """Return a function that chooses a random first token.
-
-    The token follows the text, or replaces its last token.
-    """
+    """Return a function that chooses a random first token, also in place of the text's last one."""
     place, back = chance.randrange(8), chance.random() < 0.5
 
     def choose(ids: Sequence[int], last: Sequence[int]) -> FirstToken:
@@ -126,9 +120,6 @@ def test_graphs_draft_as_without(
     in_graph: bool, optimistic: bool, often: float, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In random rounds, graphs and eager steps must give the same drafts.
-
-    The rounds vary the batch size, the length of the catch-up and of the drafts. Some replace first
-    tokens, or the last token of the text. Some shorten texts or end requests.
 
     If first tokens are often replaced, or on a CPU, the check precedes the steps, and no round is
     repeated. Otherwise a round with a replaced first token is repeated if it has at most `few`
@@ -200,10 +191,7 @@ def test_graphs_draft_as_without(
 def test_a_parallel_draft_is_one_replay(
     in_graph: bool, often: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random rounds with graphs give the drafts of an eager parallel drafter.
-
-    A replaced first token changes no later token, so no draft is shortened.
-    """
+    """Drafts equal those of an eager parallel drafter. A replaced first token shortens none."""
     monkeypatch.setattr(token_healing, "_OFTEN", often)
     chance = random.Random(3)
     eager, recorded = (World(token_healing=True, parallel=True) for _ in range(2))
@@ -251,10 +239,7 @@ def test_a_parallel_draft_is_one_replay(
 
 @pytest.mark.full
 def test_where_first_tokens_are_seldom_others_one_round_in_some_is_judged() -> None:
-    """If first tokens are seldom replaced, one round in 16 is checked.
-
-    After more replacements every round is checked again. On a CPU every round is checked.
-    """
+    """One round in 16 is checked, but after more replacements and on a CPU every round."""
     for waits in (True, False):
         world = World()
         record(world, in_graph=True)
@@ -367,11 +352,7 @@ def behind(text: Sequence[int]) -> torch.Tensor:
 def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
     waits: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest of the draft equals a draft after the changed text. Other requests are unaffected.
-
-    The texts have one token or many. The drafter has read some of them before, up to their last
-    token.
-    """
+    """The rest of the draft follows the changed text. Other requests are unaffected."""
     monkeypatch.setattr(token_healing, "_FEW", 9)
     texts = {"a": [5, 6, 7], "b": [9], "c": [3] * 17, "d": [8, 4], "e": [2, 6, 2, 6]}
     places = {"a": 3, "c": 0, "d": 6}
@@ -412,10 +393,7 @@ def test_a_draft_in_the_place_of_the_last_token_is_that_of_the_other_text(
 def test_what_was_to_be_drawn_is_greedy_in_the_place_of_the_last_token(
     waits: bool, graphs: bool
 ) -> None:
-    """A sampled draft becomes greedy if its first token replaces the last token of the text.
-
-    Other drafts of the round do not change. Sampled drafts ignore other choices of a first token.
-    """
+    """Other drafts do not change. Sampled drafts ignore other choices of a first token."""
     drafted = []
     for places in ((), (1, 4)):
         world = World(sampled=True, token_healing=True)
@@ -501,10 +479,7 @@ def test_drawn_and_penalised_requests_beside_greedy_ones() -> None:
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_what_was_drawn_in_front_of_broken_logits_stays(graphs: bool) -> None:
-    """Tokens that were sampled before the first logits that are not finite stay in the draft.
-
-    These logits depend on the last sampled token. Removing that token would make it less frequent.
-    """
+    """The broken logits depend on the last token. Its removal would make it less frequent."""
     drafted = []
     for broken in (False, True):
         world = World(sampled=True)

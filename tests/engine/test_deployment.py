@@ -49,10 +49,7 @@ def deploy(demo_pair: Path, target: VllmConfig) -> Deploy:
 
 
 def test_the_targets_layers_and_their_kv_are_not_sent(deploy: Deploy, target: VllmConfig) -> None:
-    """The target's configuration contains its layers by name.
-
-    Some layers cannot be pickled, and their KV is large.
-    """
+    """The configuration has layers by name. Some cannot be pickled, and their KV is large."""
     layer = torch.nn.Identity()
     layer.kv_cache = torch.zeros(1 << 22)
     layers = target.compilation_config.static_forward_context

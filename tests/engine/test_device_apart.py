@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a simulated GPU: no unexpected synchronization, no mix of host and device tensors.
-
-`device_apart.py` simulates the device. The checks are in `apart_engines.py`, which runs in
-processes of its own.
-"""
+"""Run `apart_engines.py`, engines on a device that `device_apart.py` simulates, in processes."""
 
 import os
 

@@ -3,6 +3,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,10 +124,7 @@ def test_requests_that_do_not_exist_have_certain_drafts() -> None:
 
 
 class Wire:
-    """Group that sends a tensor's bytes in memory order, without its strides.
-
-    vLLM's group on a CPU does the same.
-    """
+    """Group that sends bytes in memory order, without strides, like vLLM's group on a CPU."""
 
     def __init__(self) -> None:
         self.is_first_rank = True
@@ -195,3 +193,17 @@ def test_only_tokens_with_a_probability_are_sent() -> None:
         assert received["a"].row_of == [0, 1, -1]
         for name in ("a", "b"):
             assert torch.equal(received[name].rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("size", "same", "expected"),
+    [(1, [], None), (2, [True, True], None), (3, [True, True, False], 64)],
+)
+def test_rows_have_few_tokens_between_nodes(
+    size: int, same: list[bool], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_probs, "in_the_same_node_as", lambda group: same)
+    # `far_apart` may have set a smaller number in this process.
+    monkeypatch.setattr(draft_probs, "SPARSE_TOP_K", 64)
+    group = SimpleNamespace(world_size=size, cpu_group=None)
+    assert draft_probs.likeliest_between(group) == expected  # type: ignore[arg-type]

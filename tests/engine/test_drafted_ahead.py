@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precomputed drafts (`draft_ahead`) must be accepted as often as drafts made in the step itself.
-
-They are found by the bytes of the target's output.
-"""
+"""Precomputed drafts (`draft_ahead`) are accepted as often as drafts made in the step itself."""
 
 import gc
 from collections.abc import Iterator

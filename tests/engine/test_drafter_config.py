@@ -32,10 +32,7 @@ from vllm_hetero_spec.options import HeteroOptions
 
 
 def frozen(value: Any) -> Any:
-    """Return a copy of a configuration's values, to compare them later.
-
-    Other objects in it, such as models, are not copied.
-    """
+    """Return a copy of a configuration's values, without copies of models and other objects."""
     if is_dataclass(value):
         return type(value), {name: frozen(part) for name, part in vars(value).items()}
     if isinstance(value, dict):
@@ -85,10 +82,7 @@ def test_target_configuration_is_left_alone(
 def test_a_compiled_targets_kernels_are_not_the_drafters(
     demo_pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiled target uses native operations, as on a GPU. The drafter chooses its own kernels.
-
-    Kernels that a user has named are kept.
-    """
+    """They are native. The drafter chooses its own, except kernels that a user has named."""
 
     def chosen(self: Any, config: VllmConfig) -> IrOpPriorityConfig:
         compiled = config.compilation_config.mode != CompilationMode.NONE
@@ -108,11 +102,7 @@ def test_a_compiled_targets_kernels_are_not_the_drafters(
 
 
 def test_what_is_said_of_the_target_is_not_said_of_the_drafter(demo_pair: Path) -> None:
-    """Settings of the target's weight files, KV cache, kernels and attention do not apply.
-
-    A user or vLLM has set them. The KV dtype is that of DeepSeek's sparse attention, and the block
-    size is that of a recurrent target.
-    """
+    """A user or vLLM has set these. The KV dtype is that of sparse attention."""
     target = target_config(demo_pair, block_size=64)
     changes: dict[str, dict[str, Any]] = {
         "attention_config": {"backend": AttentionBackendEnum.FLASHMLA, "flash_attn_version": 4},
@@ -175,11 +165,7 @@ def test_own_attention_and_kv(demo_pair: Path) -> None:
     [(None, 80 << 30, 4 << 30), (None, 24 << 30, 3 << 29), (40 << 30, 80 << 30, 10 << 30)],
 )
 def test_the_pool_leaves_the_target_its_memory(
-    demo_pair: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    explicit: int | None,
-    device: int,
-    found: int,
+    demo_pair: Path, monkeypatch: pytest.MonkeyPatch, explicit: int | None, device: int, found: int
 ) -> None:
     """On a small device 4 GiB would be most of the memory that the weights leave."""
     monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: device)
@@ -195,10 +181,7 @@ def test_the_pool_leaves_the_target_its_memory(
 def test_a_dtype_that_the_drafter_cannot_have(
     demo_pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The target's dtype is only a default. If the drafter cannot use it, it keeps its own dtype.
-
-    The log contains both. A dtype that the user names is refused instead.
-    """
+    """The target's dtype is only a default. A dtype that the user names is refused."""
     own = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "dtype": "bfloat16"}
     name = str(with_config(demo_pair / "drafter", tmp_path, **own))
     target = target_config(demo_pair, dtype="float16").model_config
@@ -250,10 +233,7 @@ def test_a_drafter_of_hidden_states_is_refused(demo_pair: Path, tmp_path: Path) 
 def test_a_name_is_a_folder_while_the_hub_is_offline(
     demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder replaces the name, as it does for the target.
-
-    With a hub name vLLM would search the hub for weights and log errors.
-    """
+    """With a hub name vLLM would search the hub for weights and log errors."""
     repository = tmp_path / "models--some--drafter"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
@@ -333,10 +313,7 @@ def test_target_is_left_alone_by_loading(
 def test_largest_forward_comes_first(
     demo_pair: Path, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first forward runs before any request and has the maximum size.
-
-    Its texts are no longer than the drafter's context.
-    """
+    """It runs before any request. Its texts are no longer than the drafter's context."""
     batches: list[ForwardBatch] = []
     forward = DrafterModel.forward
 

@@ -184,10 +184,7 @@ def test_a_parallel_drafter_writes_chains_in_one_forward_and_branches_in_another
 
 
 def test_what_was_drafted_while_a_commit_was_on_its_way_is_kept(world: World) -> None:
-    """An update contains the drafted tokens that the engine has read.
-
-    The server may have drafted another one in the meantime.
-    """
+    """The update contains only the drafted tokens that the engine has read before."""
     told = alone([3, 4, 5], 9)
     world.commit(RequestUpdate(0, -1, [3, 4, 5], [], 8))
     for _ in range(4):
@@ -388,10 +385,7 @@ def test_drawn_tokens_come_with_the_rows_they_were_drawn_from(recorded: bool) ->
 
 @pytest.mark.full
 def test_the_law_of_what_is_drawn_is_its_row() -> None:
-    """Sampled tokens follow the distribution of their row. This also holds for branches.
-
-    The distribution of a branch does not depend on the tokens that were sampled for the chain.
-    """
+    """Also for branches, whose law does not depend on the chain's sampled tokens."""
     world, samples = World(), 1500
     drawn = Counter[int]()
     beside: dict[tuple[int, int], tuple[Counter[int], dict]] = {}

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model Runner V2 and draft trees in the fast tier: one child process for each model runner.
-
-The full tier runs all tests of these files: `test_runner_v2.py`, `test_laws_v2.py` and
-`test_tree_engines.py`.
-"""
+"""Model Runner V2 and draft trees in the fast tier: one child process for each model runner."""
 
 import pytest
 from child_tests import run_in_child, v1_environment

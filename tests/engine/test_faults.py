@@ -94,10 +94,7 @@ def test_nan_logits(llm: Any, texts: list, alone: Outputs, caplog, monkeypatch) 
 
 
 def test_what_one_text_has_spoilt_is_cleaned(llm: Any, texts: list, alone: Outputs) -> None:
-    """Blocks with NaN are cleaned, so they cost drafts only once.
-
-    Attention on a CPU multiplies the values behind a text by 0, and 0 * NaN is NaN.
-    """
+    """Attention on a CPU multiplies the values behind a text by 0, and 0 * NaN is NaN."""
     source = proposer_of(llm).drafting.source
     source.pool._suspect.clear()  # left by another test
     for kv in source.drafter.model._kv_caches.values():
@@ -146,7 +143,6 @@ def test_tokenizer_that_raises(llm: Any, texts: list, alone: Outputs, monkeypatc
 
 
 def test_abort_during_drafting(llm: Any, texts: list, alone: Outputs, monkeypatch) -> None:
-    """The request is aborted before its draft arrives."""
     proposer = proposer_of(llm)
     real = proposer.propose_batch
     core = llm.llm_engine

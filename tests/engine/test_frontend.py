@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_hetero_spec
+from vllm_hetero_spec.engine.seam.frontend import check_stages
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG
 from vllm_hetero_spec.engine.seam.tokenizers import load_pair
 from vllm_hetero_spec.errors import ConfigError
@@ -240,19 +242,13 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
         ({"debug": {"translation": "identity"}}, "differ"),
         ({"model": None}, "needs a drafter"),
         ({"dtype": "fp16"}, r"^dtype is 'fp16': Input should be 'auto', 'half'.*'float32'\.$"),
-        (
-            {"quantization": "awq"},
-            f"^quantization is 'awq': .* config .*; leave it .*{drafter}",
-        ),
+        ({"quantization": "awq"}, f"^quantization is 'awq': .* config .*; leave it .*{drafter}"),
         ({"quantization": "fp9"}, "^quantization is 'fp9': Unknown quant.*; leave it out, because"),
         ({"quantization": "torchao"}, "^quantization is 'torchao': .* missing .*; leave it out, "),
         ({"revision": 3}, r"^revision is 3; it must be a string\.$"),
         ({"tokenizer": "/nowhere"}, "^the drafter's tokenizer '/nowhere' .* no such folder;"),
         ({"tokenizer_mode": "slow"}, "'slow'; set tokenizer_mode to \"auto\", or name a folder"),
-        (
-            {"model": str(quantised), "dtype": "float32"},
-            "^dtype is 'float32': .* fp8; leave it",
-        ),
+        ({"model": str(quantised), "dtype": "float32"}, "^dtype is 'float32': .* fp8; leave it"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make(slem(drafter) | change).create_engine_config()
@@ -336,3 +332,29 @@ def test_draft_lengths_of_requests_are_checked(make, demo_pair: Path) -> None:
         assert model.model_validate(given).vllm_xargs is None
         with pytest.raises(VLLMValidationError, match="hetero_spec_lookahead is -1"):
             model.model_validate({**given, "vllm_xargs": {LOOKAHEAD_ARG: -1}})
+
+
+def staged(stages: int, *, v2: bool, ahead: bool) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        scheduler_config=SimpleNamespace(async_scheduling=ahead),
+        use_v2_model_runner=v2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("v2", "ahead", "words"),
+    [
+        (False, False, ["pipeline_parallel_size=2", "Model Runner V1", "tensor", "V2"]),
+        (False, True, ["pipeline_parallel_size=2", "Model Runner V1", "tensor", "V2"]),
+        (True, False, ["pipeline_parallel_size=2", "V2 needs asynchronous scheduling", "tensor"]),
+    ],
+)
+def test_stages_that_cannot_be_served_are_refused(v2: bool, ahead: bool, words: list[str]) -> None:
+    check_stages(staged(1, v2=v2, ahead=ahead))
+    check_stages(staged(2, v2=True, ahead=True))  # `test_runner_v2.py` runs these
+    with pytest.raises(ConfigError) as refused:
+        check_stages(staged(2, v2=v2, ahead=ahead))
+    message = str(refused.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message

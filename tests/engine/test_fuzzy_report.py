@@ -28,10 +28,7 @@ def test_the_threshold_decides_what_is_lost(
     threshold: float,
     lossless: bool,
 ) -> None:
-    """At 0 samples follow the target's distribution; above log 2 every draft token is accepted.
-
-    The log contains one line for each request.
-    """
+    """At 0 samples follow the target's law; above log 2 every draft token is accepted."""
     (model, start), tokens = load(chain_pair / "target", PROMPT), unknown(chain_pair / "target")
     unwritten = third_is_one_of(model, start, Setting(1.0), tokens)
     assert missed(unwritten, {True: 0.0, False: 1.0}, SAMPLES) < MISSED

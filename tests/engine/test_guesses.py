@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`choose_guesses` returns the tokens at which the target most likely leaves a chain.
-
-No other choice of as many tokens has a higher hit rate.
-"""
+"""`choose_guesses`: no other choice of as many tokens has a higher hit rate."""
 
 import math
 import random

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy output equals the target's own, token by token, in each scenario.
-
-One engine for each way of speculation runs all scenarios. Each scenario is compared in its own
-test.
-"""
+"""Greedy output equals the target's own, token by token, in each scenario."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -55,15 +51,12 @@ def of_each_scenario(*ways: str) -> pytest.MarkDecorator:
 
 
 def selected(request: pytest.FixtureRequest) -> dict[str, set[str]]:
-    """Return the scenarios that the selected tests of this file compare, by way of speculation.
-
-    If a selected test compares all scenarios, return all.
-    """
+    """Return the scenarios that the selected tests of this file compare, by way of speculation."""
     found = defaultdict[str, set[str]](set)
     for item in request.session.items:
         if item.path == request.path:
             given = item.callspec.params if hasattr(item, "callspec") else {}
-            if not given:
+            if not given:  # it compares all scenarios
                 return defaultdict(lambda: set(ALL))
             for way in (given["way"], "alone on code" if "text" in given["way"] else "alone"):
                 found[way].add(given["scenario"])
@@ -74,10 +67,7 @@ def selected(request: pytest.FixtureRequest) -> dict[str, set[str]]:
 def runs(
     request: pytest.FixtureRequest, demo_pair: Path, prompts: list[str], code_prompts: list[str]
 ) -> Callable[[str], Run]:
-    """Return a function: way -> scenario -> token ids and the growth of the counters.
-
-    An engine runs at the first call for its way.
-    """
+    """Return a function: way -> scenario -> token ids and growth. A way's engine runs once."""
     scenarios = selected(request)
     target, drafter = demo_pair / "target", demo_pair / "drafter"
     ways: dict[str, tuple[dict | None, list[str]]] = {
@@ -121,11 +111,6 @@ def test_same_tokens_beside_a_drafter_in_its_own_process(runs: Callable) -> None
         assert found == alone, scenario
         assert gained["skipped"].keys().isdisjoint(("drafter_error", "drafter_down")), scenario
     assert sum(gained["num_accepted_tokens"] for _, gained in runs("process").values()) > 0
-
-
-@pytest.mark.full
-def test_drafts_of_the_pair_are_accepted(runs: Callable) -> None:
-    assert sum(gained["num_accepted_tokens"] for _, gained in runs("pair").values()) > 100
 
 
 @of_each_scenario("identity")

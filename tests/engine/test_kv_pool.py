@@ -3,14 +3,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable, KVPool
 
@@ -29,16 +22,6 @@ def published(pool: KVPool, ids: list[int]) -> BlockTable:
     table = grown(pool, len(ids))
     pool.publish(table, ids, len(ids))
     return table
-
-
-def test_prefix_is_reused_only_with_the_same_salt() -> None:
-    pool, ids = KVPool(16, SIZE), list(range(10))
-    first = published(pool, ids)
-    second, reused = pool.open(ids, salt=None)
-    assert reused == 8
-    assert second.blocks == first.blocks[:2]
-    _, other = pool.open(ids, salt="tenant")
-    assert other == 0
 
 
 def test_last_token_is_always_left_to_compute() -> None:

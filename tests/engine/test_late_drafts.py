@@ -2,11 +2,12 @@
 """`goodput` with precomputed drafts: missing drafts, waiting for late ones, and guesses."""
 
 import random
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_hetero_spec.engine.ahead.late_drafts import LateDrafts
+from vllm_hetero_spec.engine.ahead.late_drafts import GuessHits, LateDrafts
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import DraftSteps, Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
@@ -136,14 +137,13 @@ def late_drafts_as_good_as_others(*, parallel: bool = False) -> LateDrafts:
     return drafts
 
 
-def policy_of(drafter: float, row: float = 0.0, rate: float = 40.0, batch: int = 1) -> StepPolicy:
+def policy_of(drafter: float, row: float = 0.0, rate: float = 40.0) -> StepPolicy:
     costs = CostModel(
         target=[(n, TARGET + row * n) for n in SIZES],
         drafter=[(n, drafter * n) for n in SIZES],
         catch_up=0.001,
     )
-    known = Estimates.of(costs, LONGEST)
-    return StepPolicy(known, rate, batch, 5 * batch, [False] * batch)
+    return StepPolicy(Estimates.of(costs, LONGEST), rate, 1, 5, [False])
 
 
 def test_the_target_does_not_wait_for_the_first_late_drafts() -> None:
@@ -204,3 +204,46 @@ def test_a_parallel_drafter_drafts_all_tokens_in_one_forward() -> None:
     assert drafts.wait(policy_of(0.05), [0], LONGEST, 1.0, 0) == (0, 0.0)
     for drafter, lines in ((0.0016, 8), (0.004, 2), (0.011, 0), (0.02, 0), (0.05, 0)):
         assert drafts.guesses(policy_of(drafter), 1, LONGEST, 4.0, 8) == lines
+
+
+# ---- hit rates of lines, learnt by rank ----------------------------------------------------------
+
+
+def test_at_first_each_line_has_half_of_the_rest() -> None:
+    assert GuessHits().chances(3) == [0.5, 0.75, 0.875, 0.9375]
+    assert GuessHits().chances(0) == [0.5]
+
+
+def test_chances_converge_to_the_hit_rates() -> None:
+    true, chance, hits = [0.5, 0.2, 0.1, 0.05, 0.02], random.Random(1), GuessHits()
+    for _ in range(2000):
+        drawn, rank = chance.random(), 0
+        while rank < len(true) and drawn >= true[rank]:
+            drawn -= true[rank]
+            rank += 1
+        hits.observe(rank if rank < len(true) else None, len(true) - 1)
+    found = hits.chances(len(true) - 1)
+    assert found == sorted(found)
+    for line in range(len(true)):
+        assert found[line] == pytest.approx(sum(true[: line + 1]), abs=0.12)
+
+
+def test_a_line_that_was_not_observed_is_no_likelier_than_the_line_before_it() -> None:
+    hits = GuessHits()
+    for number in range(100):
+        hits.observe(1 if number % 10 == 0 else 0 if number % 10 < 6 else None, 1)
+    found = hits.chances(4)
+    second = found[1] - found[0]
+    assert second < 0.2
+    assert all(after - before <= second + 1e-9 for before, after in pairwise(found[1:]))
+
+
+def test_the_chance_of_a_line_that_is_left_out_grows_over_time() -> None:
+    hits = GuessHits()
+    for _ in range(100):
+        hits.observe(0, 4)
+    never = hits.chances(4)[4] - hits.chances(3)[3]
+    for number in range(300):
+        hits.observe(0 if number % 2 else None, 0)
+    assert hits.chances(4)[4] - hits.chances(3)[3] > 3 * never
+    assert hits.chances(4)[-1] <= 1.0

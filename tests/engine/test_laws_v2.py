@@ -12,11 +12,7 @@ pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(36_000 i
 
 @pytest.mark.parametrize("way", ["installed", "ahead", "0.33"])
 def test_samples_of_v2_follow_the_targets_law(way: str, request: pytest.FixtureRequest) -> None:
-    """Run all tests on the installed release, and a few on vLLM 0.33.
-
-    The distribution does not depend on the release. The few tests show that its sampler calls the
-    plugin's.
-    """
+    """A few tests on vLLM 0.33 show that its sampler calls the plugin's, which decides the law."""
     chosen = {
         "installed": "not slrs" if not LONG else "",
         "ahead": "slrs" if not LONG else "",

@@ -67,10 +67,7 @@ def _block_bytes(demo_pair: Path) -> int:
 def test_a_text_outgrows_the_drafters_context(
     demo_pair: Path, texts: list, code_prompts: list, alone: Outputs, drafter: str, method: str
 ) -> None:
-    """The drafter continues with the last part of the text, within its context.
-
-    This also holds if both tokenizers are equal.
-    """
+    """The drafter reads the last part of the text, also if both tokenizers are equal."""
     bound = 96
     long = code_prompts[0][:1200]
     params = [greedy(max_tokens=200, ignore_eos=True), greedy(max_tokens=60, presence_penalty=0.5)]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft lengths in the engine: observations for the controller, plans, and limits of requests.
-
-The tests with engines check that the output stays the target's.
-"""
+"""Draft lengths in the engine: observations for the controller, plans, limits of requests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,12 +25,7 @@ from vllm_hetero_spec.engine.metrics.counters import DraftStats
 from vllm_hetero_spec.engine.seam.request_params import LOOKAHEAD_ARG, RequestParams
 from vllm_hetero_spec.engine.seam.step_view import RequestView, StepView, TreeRoom
 from vllm_hetero_spec.engine.trees.control import TreePolicy
-from vllm_hetero_spec.lookahead.controllers import (
-    ConfidenceStop,
-    Controller,
-    Fixed,
-    LookaheadPlan,
-)
+from vllm_hetero_spec.lookahead.controllers import ConfidenceStop, Controller, Fixed, LookaheadPlan
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
@@ -54,15 +46,7 @@ class Scripted(Fixed):
         self.tokens: list[tuple[int, bool]] = []  # emitted tokens, True with seconds
         self.verified: list[tuple[int, int]] = []
 
-    def plan(
-        self,
-        batch: int,
-        limits: Any,
-        pending: Any = None,
-        random: Any = None,
-        buckets: Any = (),
-        left: Any = None,
-    ) -> LookaheadPlan:
+    def plan(self, batch: int, limits: Any, *rest: Any) -> LookaheadPlan:
         lookahead = self.script.pop(0) if self.script else 0
         self.off = not self.script
         return LookaheadPlan(tuple(min(limit, lookahead) for limit in limits), self.probe)
@@ -94,11 +78,8 @@ def step_of(
         sampled: Target ids by request.
         drafted: Length of each draft that was verified, by request.
         rows: Tokens computed in the step; by default, those that were sampled or drafted.
-        new: The requests are new in this step.
         asked: Draft lengths that requests set themselves.
         seconds: Time of the target, and of the whole step.
-        lookahead: See `StepView`.
-        buckets: See `StepView`.
     """
     drafted, asked = drafted or {}, asked or {}
     requests = [
@@ -183,10 +164,7 @@ def precomputed(controller: Controller) -> tuple[LookaheadControl, PrecomputedDr
 
 
 def test_drafts_that_were_not_there_are_learnt_from() -> None:
-    """They count as drafts of length 0, unless the request sets its own draft length.
-
-    This controller has no costs, so the target never waits for a draft.
-    """
+    """They count as drafts of length 0, unless the request sets its own draft length."""
     controller = Scripted(4)
     control, ahead = precomputed(controller)
     step = step_of({"a": [1], "b": [1], "c": [1]}, asked={"c": 2})
@@ -194,7 +172,7 @@ def test_drafts_that_were_not_there_are_learnt_from() -> None:
     control.plan(step, [0, 0, 0])
     ahead.drafted(NOTHING, drafts_of({"a": 0, "b": 3, "c": 0}, 0.9))
     assert controller.verified == [(0, 0)]
-    assert ahead.wait({"a": 3, "b": 2}, 1.0, 0) == (0, 0.0)
+    assert ahead.wait({"a": 3, "b": 2}, 1.0, 0) == (0, 0.0)  # no costs are known
     assert ahead.guesses(2, 4, 1.0, 8) == 8
 
 
@@ -424,10 +402,7 @@ def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
 
 
 def test_no_draft_holds_up_a_first_token() -> None:
-    """While a request waits for its first token, others that have just begun have no drafts.
-
-    This also holds if they set their own draft length.
-    """
+    """Requests that have just begun have none then, even if they set their own draft length."""
     limits: list[list[int]] = []
 
     class Limited(Scripted):
@@ -447,10 +422,7 @@ def test_no_draft_holds_up_a_first_token() -> None:
 
 
 def test_long_contexts_are_read_for_drafts_alone() -> None:
-    """In a step with drafts, short contexts of other requests are read, too.
-
-    A long context is read only for a draft of its own request. A probe reads no other contexts.
-    """
+    """Beside drafts, short contexts of other requests are read, too, but not beside a probe."""
 
     class One(Scripted):
         def plan(self, *args: Any) -> LookaheadPlan:
@@ -464,10 +436,7 @@ def test_long_contexts_are_read_for_drafts_alone() -> None:
 
 
 def test_a_draft_that_was_ended_did_not_run_dry() -> None:
-    """The controller receives the planned length only of drafts that it did not stop early.
-
-    It decides once for each decode step.
-    """
+    """The planned length counts only for other drafts. The controller decides once per step."""
     told: list[tuple[Any, ...]] = []
     asked: list[int] = []
 
@@ -570,10 +539,7 @@ def test_samples_follow_the_law(llm: Any, demo_pair: Path, code_prompts: list[st
 @pytest.mark.full
 @pytest.mark.engine
 def test_requests_decide_for_themselves(llm: Any, texts: list[str], alone: Outputs) -> None:
-    """A request may disable its drafts or set their length.
-
-    An invalid length raises an error, and the engine continues.
-    """
+    """A request may disable its drafts or set their length. An invalid length raises an error."""
 
     def drafts_of(wish: int) -> tuple[int, dict[int, int]]:
         proposer = proposer_of(llm)

@@ -83,10 +83,7 @@ def task_of(
 
 
 def fill(lines: Lines, chance: random.Random) -> None:
-    """Fill the table with guesses that leave the chain.
-
-    Some belong to an earlier update, and some begin after the end of the chain.
-    """
+    """Fill the table with guesses, some of an earlier update, some after the chain's end."""
     text, table = lines.text, lines.table
 
     def ids(count: int) -> list[int]:

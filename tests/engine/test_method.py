@@ -68,10 +68,7 @@ def test_spans_of_merges_are_those_of_the_drafter(pair: TokenizerPair) -> None:
 
 
 def test_hetero_is_a_method_that_the_deployment_can_run(pair: TokenizerPair) -> None:
-    """With races, it is a method without merges.
-
-    With several ranks, it does not sample, because all ranks must have the same drafts.
-    """
+    """Races allow no merges. Several ranks must have equal drafts, so they do not sample."""
     best, raced = sampled(pair, "hetero"), sampled(pair, "hetero", verification="race")
     assert isinstance(best, SlrsMethod)
     assert raced is not None

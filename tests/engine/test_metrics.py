@@ -36,7 +36,7 @@ from vllm_hetero_spec.engine.metrics.counters import (
     DraftStats,
     Growth,
 )
-from vllm_hetero_spec.engine.metrics.sinks import PREFIX
+from vllm_hetero_spec.engine.metrics.sinks import PREFIX, Exporter
 from vllm_hetero_spec.lookahead.controllers import Gauges
 
 REPO = Path(__file__).resolve().parents[2]
@@ -94,6 +94,16 @@ def test_drafts_that_are_mostly_not_ready_are_logged_once(caplog: Any) -> None:
     (said,) = caplog.messages
     for word in ("1350 of 2250", "CPU cores", "drafter_device", "leave out"):
         assert word in said
+
+
+def test_each_reason_for_a_chain_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    stats = DraftStats()
+    with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
+        for because in ("drawn", "not_worth_it", "drawn", "grammar"):
+            stats.keep_chain(because)
+    logged = [message.split("(")[1].split(")")[0] for message in caplog.messages]
+    assert logged == ["drawn", "grammar"]
+    assert stats.as_dict()["chains"] == {"drawn": 2, "not_worth_it": 1, "grammar": 1}
 
 
 def test_off_is_a_share_of_recent_steps() -> None:
@@ -342,6 +352,36 @@ def test_engines_start_without_metrics_if_vllm_lacks_a_hooked_function(
     said = [m for m in caplog.messages if "update_from_output" in m]
     assert len(said) == 1
     assert "requests are not affected" in said[0]
+
+
+class RecordedMetric:
+    """A stand-in for a metric of Ray."""
+
+    def __init__(self, name: str, *_: Any, **__: Any) -> None:
+        self.name, self.values = name.removeprefix(PREFIX), list[float]()
+        made[self.name] = self
+
+    def labels(self, *_: str) -> "RecordedMetric":
+        return self
+
+    def set(self, value: float) -> None:
+        self.values.append(value)
+
+    inc = observe = set
+
+
+made: dict[str, RecordedMetric] = {}
+
+
+def test_gauges_of_ray_are_set_again_in_each_step() -> None:
+    """Ray drops gauges that are not set for some time, and the size of a pool never changes."""
+    classes = dict.fromkeys(("_counter_cls", "_gauge_cls", "_histogram_cls"), RecordedMetric)
+    logger: Any = SimpleNamespace(**classes, per_engine_labelvalues={0: ["m"]})
+    exporter = Exporter(logger, 4)
+    for growth in ({"kv_blocks": 9, "kv_blocks_held": 1, "steps": 1}, {"kv_blocks_held": 3}, {}):
+        exporter.observe(growth, 0)
+    found = {name: metric.values for name, metric in made.items() if metric.values}
+    assert found == {"kv_blocks": [9, 9, 9], "kv_blocks_held": [1, 3, 3], "steps": [1]}
 
 
 # ---- the dashboard ------------------------------------------------------------------------------

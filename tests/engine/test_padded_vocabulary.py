@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables that are larger or smaller than the vocabulary of their tokenizers.
-
-Ids that exist in only one of the two are never drafted.
-"""
+"""Ids that only an embedding table or only its tokenizer has are never drafted."""
 
 import shutil
 from pathlib import Path

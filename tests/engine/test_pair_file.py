@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of a pair are kept on disk.
-
-The file depends on the set-up. It is never partial, and it is written soon enough.
-"""
+"""Estimates of a pair are kept on disk, by set-up, never partially, and soon enough."""
 
 import gc
 import json
@@ -53,10 +50,7 @@ def test_a_spoilt_file_is_measured_anew(tmp_path: Path, text: str, caplog: Any) 
 def test_a_folder_that_cannot_be_looked_into_is_told(
     tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
-    """It raises no exception, because other ranks would then wait forever.
-
-    A folder without a file causes no log line.
-    """
+    """An exception would let other ranks wait forever. A missing file causes no log line."""
     assert PairFile(tmp_path, "pair").read(4) is None
     assert not caplog.messages
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with parallel drafters; `test_fast_children.py` runs these tests on Model Runner V2.
-
-Identity, distributions and KV are tested beside those of other drafters: `test_identity.py`,
-`test_sampling.py`, `laws_v2.py`, `test_kv_of_texts.py`.
-"""
+"""Engines with parallel drafters. Tests of all drafters cover identity, distributions and KV."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,7 +8,6 @@ from vllm_hetero_spec.engine.seam.step_view import BatchView
 from vllm_hetero_spec.engine.verifier.race_sampler_v1 import RaceSamplerV1
 from vllm_hetero_spec.verify.drafts import DraftBatch
 from vllm_hetero_spec.verify.race import race
-from vllm_hetero_spec.verify.rules import race_rule
 
 SEEDS = [7, 16]
 WRITTEN = [5, 0]
@@ -47,14 +46,6 @@ def test_tokens_are_raced_for_behind_the_drafts() -> None:
         assert drawn(sampler) == expected([4, 2])
     assert drawn(sampler) == expected([0, 0])
     assert expected([0, 0]) != expected([4, 2])
-
-
-def test_drafts_are_no_part_of_the_places_that_a_rule_starts_from() -> None:
-    winners = race(LOGITS.softmax(-1), torch.tensor(SEEDS), torch.tensor(WRITTEN))
-    batch = DraftBatch.of(winners, [1, 1], SEEDS, WRITTEN)
-    with racing().behind(batch):
-        verdict = race_rule(batch, LOGITS.softmax(-1), torch.tensor([8, 9]))
-    assert verdict.accepted.tolist() == [1, 1]
 
 
 def test_requests_that_do_not_exist_all_race_alike() -> None:

@@ -56,10 +56,7 @@ def drafted(llm: Any) -> dict[str, int]:
 def test_the_same_drafts_and_texts(
     llm: Any, texts: list[str], alone: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy and sampled requests, seeds and penalties share a batch.
-
-    `ApartBuffer` is separate memory, so a graph reads only inputs that were sent.
-    """
+    """`ApartBuffer` is separate memory, so a graph reads only inputs that were sent."""
     mixed = [
         SamplingParams(temperature=0, max_tokens=24),
         SamplingParams(temperature=0.8, seed=5, max_tokens=24, top_p=0.9),
@@ -86,10 +83,7 @@ def test_the_same_drafts_and_texts(
 
 
 def test_as_on_a_device(llm: Any, texts: list[str], alone: Outputs, monkeypatch: Any) -> None:
-    """Drafting begins after sampling, and finishes in a later call, outside of inference mode.
-
-    The first token is chosen after the decode steps. If it differs, they start again.
-    """
+    """Drafting finishes in a later call. If the first token differs, the steps start again."""
     monkeypatch.setattr(staging._Buffer, "send", copied_to_a_device)
     monkeypatch.setattr(staging, "_Buffer", ApartBuffer)
     proposer, graphs = proposer_of(llm), record(llm, WIDE)

@@ -99,10 +99,7 @@ def test_tables_are_as_wide_as_whole_128_tokens(size: int, width: int) -> None:
 def test_metadata_waits_until_the_last_one_is_copied(
     kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This concerns FlashInfer's own kernels, which plan each forward in the same host buffer.
-
-    TensorRT-LLM kernels do not wait.
-    """
+    """FlashInfer's own kernels plan each forward in one host buffer. TensorRT-LLM's do not wait."""
     seen: list[str] = []
 
     class Event:

@@ -106,10 +106,7 @@ class Ahead:
 
 
 class Found(NamedTuple):
-    """The draft of the second step.
-
-    `ids` are drafter tokens, `rows` their distributions, and `instead` proposals that precede them.
-    """
+    """The draft of the second step: drafter tokens, their laws, and proposals that precede them."""
 
     ids: Sequence[int]
     rows: Sequence[Row | None]
@@ -176,11 +173,9 @@ def two_steps(
         return emitted + rule(world.p, c + emitted, stream(), chance)
 
 
-def deviation(
-    world: World, way: Step, draws: Draws, rule: Callable, length: int, c: tuple[int, ...] = ()
-) -> float:
-    found = world.law_of(partial(two_steps, way, draws, rule, world), length=length, prompt=c)
-    return total_variation(found, world.target_law(length=length, prompt=c))
+def deviation(world: World, way: Step, draws: Draws, rule: Callable, length: int) -> float:
+    found = world.law_of(partial(two_steps, way, draws, rule, world), length=length)
+    return total_variation(found, world.target_law(length=length))
 
 
 METHODS = {"tli": of_both, "push_forward": of_all}
@@ -289,10 +284,7 @@ def test_wrong_ways_are_caught(way: Step) -> None:
 
 
 def test_what_a_verification_of_blocks_has_looked_at_is_not_new() -> None:
-    """Fault 5: a verified token that the search finds again keeps its row.
-
-    Under `block` the end of a draft has influenced where the draft was rejected.
-    """
+    """Fault 5: a token found again keeps its row, but decides on earlier ones under `block`."""
     ways = (Step(at_stake=3, blind=blind) for blind in (False, True))
     right, wrong = (worst(way, ref.block_rule, drafter=(b"a", b"b")) for way in ways)
     assert right < EXACT
@@ -301,8 +293,5 @@ def test_what_a_verification_of_blocks_has_looked_at_is_not_new() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_was_rejected_is_not_new(rule: str) -> None:
-    """Fault 6: the same with a rejected token, under every rule.
-
-    The search finds it again after a recovered token that adds no bytes.
-    """
+    """Fault 6: the same with a rejected token, found again after a token that adds no bytes."""
     assert worst(Step(blind=True), RULES[rule], **EMPTY) > WRONG

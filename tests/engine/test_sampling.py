@@ -26,11 +26,7 @@ LONG = "HETERO_SPEC_SAMPLES" in os.environ
 pytestmark = [pytest.mark.engine, *([pytest.mark.timeout(7200)] if LONG else [])]
 SAMPLES = int(os.environ.get("HETERO_SPEC_SAMPLES", "1200"))
 FEW_SAMPLES = 300  # per setting, without --full
-SETTINGS = {
-    "cold": Setting(0.8, top_k=3),
-    "nucleus": Setting(1.0, top_p=0.8),
-    "hot": Setting(1.0),
-}
+SETTINGS = {"cold": Setting(0.8, top_k=3), "nucleus": Setting(1.0, top_p=0.8), "hot": Setting(1.0)}
 # Probability of each draft token in the wrong rule. It is so low that every token is accepted.
 WRONG_MASS, WRONG_SAMPLES = 1e-9, 400
 
@@ -44,10 +40,7 @@ def laws(chain_pair: Path) -> dict[str, dict[Ids, float]]:
 
 @pytest.fixture(scope="module")
 def unwritten(chain_pair: Path) -> tuple[set[int], dict[bool, float]]:
-    """Tokens that the drafter cannot draft, and the distribution of "the third token is one".
-
-    The third token of a "hot" output is the first that is drafted.
-    """
+    """Tokens that the drafter cannot draft, and the law of the third (first drafted) being one."""
     tokens = unknown(chain_pair / "target")
     model, start = load(chain_pair / "target", PROMPT)
     return tokens, third_is_one_of(model, start, SETTINGS["hot"], tokens)
@@ -160,15 +153,9 @@ def test_a_seed_gives_the_same_text_twice(llm: Any) -> None:
 
 
 def test_a_verifier_that_is_told_another_law_is_caught(
-    llm: Any,
-    unwritten: tuple,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    llm: Any, unwritten: tuple, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """With the wrong rule every draft token is accepted, so output follows the drafter.
-
-    The third token is the first that is drafted. It is then never a token that the drafter lacks.
-    """
+    """Every draft is then accepted, so the third token is never one that the drafter lacks."""
     if {"race", "garbled"} & set(request.node.name.strip("]").split("-")):
         pytest.skip("races read no draft_probs, and a garbled drafter writes all letters")
     monkeypatch.setattr(
@@ -208,11 +195,7 @@ def test_a_drafter_that_is_the_target_is_always_right(chain_pair: Path, method: 
 
 @pytest.mark.full
 def test_rows_of_a_round_are_bounded(chain_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sampled draft token needs a row of `draft_probs`, whose total size has a limit.
-
-    If many requests sample, each draft is shorter. Greedy drafts have no rows and keep their
-    length.
-    """
+    """If many requests sample, each draft is shorter. Greedy drafts have no rows."""
     width = json.loads((chain_pair / "target" / "config.json").read_text())["vocab_size"]
     monkeypatch.setattr(token_map, "_MOST_BYTES", 12 * 4 * (width + 1))
     hot, cold = (

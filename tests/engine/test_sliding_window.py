@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of drafters with sliding-window layers.
-
-These layers share KV blocks with layers of full attention.
-"""
+"""Drafters with sliding windows, whose layers share KV blocks with full attention."""
 
 import json
 from functools import partial
@@ -28,8 +25,6 @@ pytestmark = pytest.mark.engine
 
 WINDOW = 24
 KINDS = ("sliding_attention", "full_attention")
-
-
 _SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -89,10 +84,7 @@ def test_drafts_for_another_target(
 def test_drafts_look_back_as_far_as_the_target(
     gemma: Path, texts: list, gemma_alone: Outputs
 ) -> None:
-    """A drafter equal to the target has all draft tokens accepted, so it has the same windows.
-
-    vLLM implements the target's windows.
-    """
+    """All draft tokens are accepted, so the drafter has the windows of vLLM's target."""
     tokenizer = AutoTokenizer.from_pretrained(gemma)
     assert min(len(tokenizer(text)["input_ids"]) for text in texts) > 2 * WINDOW
     with engine(gemma, slem(gemma)) as llm:
@@ -105,10 +97,7 @@ def test_drafts_look_back_as_far_as_the_target(
 def test_other_windows_are_other_drafts(
     gemma: Path, texts: list, gemma_alone: Outputs, kind: str, tmp_path: Path
 ) -> None:
-    """The same weights with other windows produce other drafts.
-
-    Without this, the test above could pass with any windows.
-    """
+    """Without this, the test above could pass with any windows."""
     with engine(gemma, slem(everywhere(gemma, tmp_path / kind, kind))) as llm:
         assert generate(llm, texts, greedy()) == gemma_alone
         assert metrics_of(llm)["num_draft_tokens"] > 100
@@ -117,10 +106,7 @@ def test_other_windows_are_other_drafts(
 
 @pytest.mark.full
 def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Path) -> None:
-    """Target and drafter each use the window of their own config.
-
-    All draft tokens are accepted only if both have the window.
-    """
+    """All draft tokens are accepted only if both models have the window."""
     near, far = mistral, with_config(mistral, tmp_path / "far", sliding_window=None)
     for target, drafter in ((near, near), (near, far), (far, near)):
         with engine(target, slem(drafter)) as llm:
@@ -130,10 +116,7 @@ def test_one_window_is_each_models_own(mistral: Path, texts: list, tmp_path: Pat
 
 
 def test_state_that_cannot_be_rolled_back_is_refused(demo_pair: Path, tmp_path: Path) -> None:
-    """A recurrent state has no entry per token, so rejected draft tokens would stay in it.
-
-    The engine refuses such a drafter before it reads weights.
-    """
+    """A recurrent state has no entry per token, so rejected draft tokens would stay in it."""
     tokenizer = AutoTokenizer.from_pretrained(demo_pair / "drafter")
     tokenizer.save_pretrained(tmp_path)
     config = MambaConfig(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the configuration hash: it includes the drafter and its options.
-
-vLLM's startup plan uses it to reuse the measured KV cache memory of an earlier start.
-"""
+"""vLLM's startup plan reuses memory figures by a hash, which includes the drafter."""
 
 import pickle
 import subprocess

@@ -158,10 +158,7 @@ def test_parameters_are_read_once_and_those_of_the_same_id_anew(runner: SimpleNa
 
 
 def test_requests_without_a_seed_are_given_one(runner: SimpleNamespace) -> None:
-    """It depends only on the engine's seed and the order of requests, so all ranks have the same.
-
-    It is also the same in each run.
-    """
+    """It depends on the engine's seed and the order of requests, so all ranks and runs agree."""
 
     def seeds() -> list[int]:
         return list(RunnerV1(runner).batch().noise_seeds)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of `RunnerV2` and its speculator: step views, transfer of drafts, order of calls.
-
-The runner, its batches and the proposer are stand-ins with plain values.
-"""
+"""`RunnerV2` and its speculator, beside stand-ins: views, transfer of drafts, order of calls."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -28,10 +25,7 @@ def new(req_id: str, **params: Any) -> SimpleNamespace:
     from vllm import SamplingParams
 
     return SimpleNamespace(
-        req_id=req_id,
-        sampling_params=SamplingParams(**params),
-        prompt_embeds=None,
-        mm_features=[],
+        req_id=req_id, sampling_params=SamplingParams(**params), prompt_embeds=None, mm_features=[]
     )
 
 
@@ -74,8 +68,7 @@ def runner() -> SimpleNamespace:
         use_pp=False,
         speculative_config=SPEC,
         vllm_config=SimpleNamespace(
-            speculative_config=SPEC,
-            scheduler_config=SimpleNamespace(async_scheduling=False),
+            speculative_config=SPEC, scheduler_config=SimpleNamespace(async_scheduling=False)
         ),
         get_model=lambda: "the target",
         uses_inputs_embeds=False,
@@ -165,10 +158,7 @@ def test_drafts_are_written_to_the_slots_of_their_requests(runner: Any, batch: A
 
 
 def test_late_drafts_fill_a_prepared_step(runner: Any, batch: Any) -> None:
-    """The prepared step has two prompt tokens of c, then b and then a.
-
-    Each of b and a has its last token and its draft positions.
-    """
+    """It has two prompt tokens of c, then the last token and draft positions of b and of a."""
     runner.vllm_config.scheduler_config.async_scheduling = True
     seam = RunnerV2(runner)
     seam.on_step_start(output_of(new("a"), new("b")))
@@ -230,10 +220,7 @@ def test_positions_beyond_a_draft_are_padding(runner: Any, batch: Any) -> None:
 def test_positions_of_a_request_that_begins_are_padding(
     runner: Any, batch: Any, preempted: str
 ) -> None:
-    """vLLM schedules draft positions for it, so that all requests of a step have equally many rows.
-
-    The draft of the request that had its id before is not used.
-    """
+    """vLLM evens the rows of a step. A draft of the earlier request with this id is not used."""
     seam = RunnerV2(runner)
     batch.cu_num_logits_np = np.array([0, 5, 6])
     seam.on_step_start(output_of(new("a"), new("b")))
@@ -262,6 +249,7 @@ class _Proposer:
         self.calls: list[str] = []
         self.drafts: list[list[int]] = []
         self.seen: list[Any] = []
+        self.views: list[Any] = []
 
     def bind(self, seam: Any) -> None:
         self.seam = seam
@@ -271,7 +259,8 @@ class _Proposer:
 
     def after_step(self, view: Any, num_requests: int) -> list[list[int]]:
         self.calls.append("begin")
-        assert len(view().requests) == num_requests
+        self.views.append(view())
+        assert len(self.views[-1].requests) == num_requests
         self.drafts = [[] for _ in range(num_requests)]
         return self.drafts
 
@@ -374,9 +363,6 @@ def test_a_step_scheduled_ahead_is_read_when_the_next_begins(
     then has no `step_seconds`.
     """
     speculator, proposer = scheduled_ahead(runner)
-    views: list[Any] = []
-    after_step = proposer.after_step
-    proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
     outputs = [output_of(new("a"), new("b")), output_of(), output_of(new("c")), output_of()]
     scheduled = ["ab", "ab", following, "abc"]
     for output, names in zip(outputs, scheduled, strict=True):
@@ -388,24 +374,20 @@ def test_a_step_scheduled_ahead_is_read_when_the_next_begins(
         assert proposer.calls == calls
         speculator.seam.on_drafts_taken()
     assert proposer.calls[1:] == ["begin", "finish"] * 3
-    assert all(view.target_seconds is not None for view in views)
-    assert [view.step_seconds is None for view in views] == [True, False, following == "c"]
+    assert all(view.target_seconds is not None for view in proposer.views)
+    assert [view.step_seconds is None for view in proposer.views] == [True, False, following == "c"]
     assert speculator.seam._output is outputs[-1]
 
 
 def test_nothing_is_drafted_for_a_request_that_was_preempted_since(runner: Any, batch: Any) -> None:
     """The engine may sleep, so that the drafter has no memory, when a preemption is reported."""
     speculator, proposer = scheduled_ahead(runner)
-    views: list[Any] = []
-    after_step = proposer.after_step
-    proposer.after_step = lambda view, n: after_step(lambda: views.append(view()) or views[-1], n)
     for output in (output_of(new("a"), new("b")), output_of(preempted="b")):
         speculator.on_step_start(output)
         forward_of(runner)
         propose(speculator, batch)
-    assert [dict(zip(view.index_of, view.going_on, strict=True)) for view in views] == [
-        {"a": True, "b": False}
-    ]
+    (view,) = proposer.views
+    assert dict(zip(view.index_of, view.going_on, strict=True)) == {"a": True, "b": False}
 
 
 @pytest.mark.parametrize("reads", ["", "uses_inputs_embeds", "pcp_manager", "trees", "nothing"])
@@ -448,10 +430,7 @@ def test_a_request_that_has_ended_is_not_going_on(runner: Any, batch: Any) -> No
 
 
 def test_pipeline_stages_get_drafts_at_once(runner: Any, batch: Any) -> None:
-    """The scheduler receives the drafts of all requests.
-
-    It takes them only after another batch has sampled.
-    """
+    """The scheduler takes the drafts of all requests only after another batch has sampled."""
     runner.use_pp = True
     speculator, proposer = scheduled_ahead(runner)
     speculator.seam.on_step_start(output_of(new("a"), new("b")))
@@ -476,10 +455,7 @@ def test_pipeline_stages_get_drafts_at_once(runner: Any, batch: Any) -> None:
 def test_steps_without_drafts_are_skipped_with_asynchronous_scheduling(
     runner: Any, batch: Any
 ) -> None:
-    """Skipped steps are read later, when they have ended.
-
-    The next view contains all requests that have started since the last one.
-    """
+    """They are read when they have ended. The next view has all requests started since the last."""
     speculator, proposer = scheduled_ahead(runner)
     views: list[Any] = []
     proposer.after_step = lambda view, _: views.append(view()) or [[], []]
@@ -562,10 +538,7 @@ def rest(speculator: HeteroSpeculator, batch: Any, *started: Any, **changes: Any
 
 
 def test_a_step_without_drafts_is_read_after_its_end(runner: Any, batch: Any, is_idle: Any) -> None:
-    """A step is read after it has ended and a later one has been queued.
-
-    Only the newest ended step is read, and no step is read twice.
-    """
+    """Only the newest step that ended before a queued one is read, and no step twice."""
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     for _ in range(3):
@@ -591,7 +564,6 @@ def test_a_step_without_drafts_is_read_after_its_end(runner: Any, batch: Any, is
 
 
 def test_skipped_steps_before_a_draft_are_not_read(runner: Any, batch: Any, is_idle: Any) -> None:
-    """Skipped steps that are older than a step with drafts are not read any more."""
     speculator, proposer, counts = is_idle
     rest(speculator, batch, new("a"), new("b"))
     rest(speculator, batch)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of the supervised drafter process: restarts, counts and end.
-
-Most tests use a clock that only the test advances, and stand-ins for processes.
-"""
+"""The supervised drafter process: restarts, counts and end, mostly on the test's own clock."""
 
 import io
 import math
@@ -71,10 +68,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def started(world: World, loads_in: float) -> SupervisedProcess:
-    """Return a supervisor whose first process was silent for too long, and was ended.
-
-    Each later process is loaded after `loads_in` seconds.
-    """
+    """Return a supervisor that has ended its silent first process; others load in `loads_in` s."""
     deployment: Any = None
     kept = SupervisedProcess(deployment)
     kept.start()
@@ -157,10 +151,7 @@ with tempfile.TemporaryDirectory(dir=sys.argv[2]):
 def test_a_process_is_killed_only_where_it_does_not_end(
     then: str, longest: float, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that ends by itself removes its folder.
-
-    It also ends if a fork of the engine has a copy of the socket.
-    """
+    """One that ends by itself removes its folder, even if a fork has a copy of the socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     arguments = [sys.executable, "-c", CHILD.format(then=then), str(theirs.fileno()), str(tmp_path)]
     with theirs:

@@ -99,10 +99,7 @@ def test_sampled_drafts_on_two_ranks(chain_pair: Path, method: str, verification
 
 
 def test_between_nodes_few_tokens_of_a_row_travel(chain_pair: Path) -> None:
-    """Drafts are sampled from the few most likely tokens, and only these are sent.
-
-    Their probabilities must be renormalized. Otherwise the output has another distribution.
-    """
+    """Without renormalization of their probabilities the output has another distribution."""
     params = SamplingParams(temperature=0.8, top_k=3, max_tokens=6, ignore_eos=True)
     law = law_of(*load(chain_pair / "target", PROMPT), Setting(0.8, top_k=3))
     spec = slem(chain_pair / "drafter", method="push_forward", verification="block")

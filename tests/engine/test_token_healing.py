@@ -50,10 +50,7 @@ def watched(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_greedy_identity(
     demo_pair: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers rounds without graphs, with graphs, and with a check of first tokens after the steps.
-
-    The target has the smaller vocabulary here. Texts also continue after accepted healed drafts.
-    """
+    """Without graphs, with graphs, and with a check of first tokens after the steps."""
     monkeypatch.setattr(token_healing, "_LAST", 1 << 20)  # all tokens are candidates
     with engine(demo_pair / "drafter") as llm:
         alone = generate(llm, texts, greedy())
@@ -92,10 +89,7 @@ def longer_if_any(
     candidates: Sequence[int],
     judged: Callable[..., FirstToken | None] = DraftTranslator.longer_last,
 ) -> FirstToken | None:
-    """Return a longer token if there is one, even if the present token is more likely.
-
-    It always is for the drafter of `chain_pair`.
-    """
+    """Return a longer token if there is one. The present one is always likelier in `chain_pair`."""
     others = [token for token in candidates if token != context.ids[-1]]
     found = judged(self, context, others)
     return found and found._replace(among=[candidates.index(found.id)])
@@ -133,10 +127,7 @@ def test_samples_follow_the_targets_law(
 def test_only_where_the_target_often_ends_a_token_inside_one_of_the_drafters(
     demo_pair: Path,
 ) -> None:
-    """Token healing is used if the target often ends a token inside a drafter token.
-
-    Here this is the case only if the target has the smaller vocabulary.
-    """
+    """Here this is the case only if the target has the smaller vocabulary."""
     large, small = (
         load_tokenizer(AutoTokenizer.from_pretrained(demo_pair / name), name)
         for name in ("target", "drafter")

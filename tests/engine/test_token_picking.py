@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of token choice in a draft step: it never reads a value from the device.
-
-Fake tensors raise an exception when a value is read.
-"""
+"""Token choice in a draft step: fake tensors raise an exception when a value is read."""
 
 from types import SimpleNamespace
 from typing import Any

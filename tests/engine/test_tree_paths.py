@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from toy_drafter import SIZE, VOCAB
-from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, controlled, emitted, planned, step_of
+from tree_world import KNOWN, LOOKAHEAD, TEXTS, World, emitted, planned, step_of
 
 from vllm_hetero_spec.draft.draft import Draft
 from vllm_hetero_spec.draft.token_map import TokenMap
@@ -82,10 +82,7 @@ def test_nodes_of_raced_trees_are_the_first_arrivals(paths: int) -> None:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_clocks_go_by_what_tokens_spell(graphs: bool, monkeypatch: Any) -> None:
-    """The position of a race counts target tokens.
-
-    A branch's first token may spell more or fewer target tokens than the chain's token.
-    """
+    """A branch's first token may spell more or fewer target tokens than the chain's token."""
 
     def spell(token: int) -> list[int]:
         return [token, 3, 9][: 1 + token % 3]
@@ -117,10 +114,7 @@ def test_clocks_go_by_what_tokens_spell(graphs: bool, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("paths", [1, 2, 3, 4])
 def test_values_are_the_rows_own(paths: int, graphs: bool) -> None:
-    """The values of greedy trees are products of probabilities before anything is learned.
-
-    Texts end at and inside KV blocks. Later rounds use the KV of earlier ones.
-    """
+    """They are products of probabilities. Texts end at and inside KV blocks, which are reused."""
     world, texts = World(graphs=graphs), {name: list(text) for name, text in TEXTS.items()}
     control = planned(step_of(texts))
     for number in range(3):
@@ -139,10 +133,7 @@ def test_values_are_the_rows_own(paths: int, graphs: bool) -> None:
 
 @pytest.mark.parametrize("paths", [1, 2, 3])
 def test_races_in_which_one_token_runs(paths: int) -> None:
-    """With `top_p` 0.01 one token has all probability, so that no branch leaves the chain.
-
-    Half of the drafter's tokens propose no target token, and are not fed either.
-    """
+    """With `top_p` 0.01 no branch leaves the chain. Tokens without a proposal are not fed."""
     world = World(raced=True)
     ids = torch.arange(VOCAB)
     drafter, sampling = world.drafter, world.drafter.rules.sampling
@@ -171,9 +162,7 @@ class Stopping(Fixed):
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_rounds_that_end_early(length: int) -> None:
     """Tokens that were not fed have no children. A path that has just left was not fed."""
-    control, _ = controlled(Stopping(length), can_stop_early=True)
-    control.observe(step_of(TEXTS))
-    control.plan(step_of(TEXTS), [0] * 3)
+    control = planned(step_of(TEXTS), Stopping(length), can_stop_early=True)
     for draft in World().draft(TEXTS, control, paths=3).values():
         assert len(draft.tokens) == length
         assert fed(draft) == expected(3, length)
@@ -214,11 +203,7 @@ def test_nothing_follows_an_end(place: int, second: bool, raced: bool) -> None:
 def test_paths_leave_the_chain_whose_first_token_was_overruled(
     choice: int, waits: bool, few: int, graphs: bool, monkeypatch: Any
 ) -> None:
-    """The text requires another first token, which is chosen before or after the steps.
-
-    It may be the token with which the second path has left. If it is chosen after the steps of a
-    large round, the draft ends with it.
-    """
+    """If it is chosen after the steps of a large round, the draft ends with it."""
     world = World(graphs=graphs)
     world.drafter.waits = waits
     monkeypatch.setattr(token_healing, "_FEW", few)
@@ -239,10 +224,7 @@ def test_paths_leave_the_chain_whose_first_token_was_overruled(
 
 
 def test_races_beside_forks() -> None:
-    """A batch has greedy requests with branches, and a raced one with a shorter draft.
-
-    Their drafts are the same as without branches.
-    """
+    """Greedy drafts with branches and a shorter raced one are the same as without branches."""
     drafts = []
     for paths in (0, 3):
         world = World()
@@ -284,10 +266,7 @@ def test_output_is_that_without_other_paths(raced: bool) -> None:
 
 
 def test_forks_give_their_blocks_back() -> None:
-    """A round frees the KV blocks of its branches.
-
-    If too few blocks are free, there are fewer branches, and the missing ones are counted.
-    """
+    """If too few blocks are free, there are fewer branches, and the missing ones are counted."""
     held = []
     for paths in (1, 3):
         world = World()
@@ -315,7 +294,6 @@ def test_forks_give_their_blocks_back() -> None:
 def test_where_few_places_were_recorded_all_have_fewer_paths(
     recorded: Sequence[int], paths: int
 ) -> None:
-    """If graphs are captured for few rows only, all requests have fewer paths."""
     world = World(graphs=True, recorded=recorded)
     drafts = world.draft(TEXTS, planned(step_of(TEXTS)), paths=3)
     assert all(fed(draft) == expected(paths) for draft in drafts.values())

@@ -153,7 +153,9 @@ def test_chains_elsewhere(
     assert reason in said
 
 
-def test_another_scheduler_reserves_no_blocks() -> None:
+def test_other_schedulers_and_drafters_have_no_trees() -> None:
+    assert nodes_of(config_of(speculative_config=SimpleNamespace(method="eagle"))) == 0
+    assert nodes_of(config_of(speculative_config=None)) == 0
     config = config_of()
     config.scheduler_config.get_scheduler_cls = lambda: object
     assert nodes_of(config) == 0
@@ -185,11 +187,6 @@ def test_adapters_need_room_for_all_rows(caplog: pytest.LogCaptureFixture) -> No
     assert "trees of this size need max_num_batched_tokens of at least 680, 17 for each of" in (
         caplog.text
     )
-
-
-def test_other_drafters_have_no_trees() -> None:
-    assert nodes_of(config_of(speculative_config=SimpleNamespace(method="eagle"))) == 0
-    assert nodes_of(config_of(speculative_config=None)) == 0
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,7 @@ def agreed(
     graphs: Collection[CUDAGraphMode] = GRAPHS_V2,
     mode: CUDAGraphMode = CUDAGraphMode.NONE,
 ) -> bool:
-    """Return the verdict for an engine with these attention backends.
-
-    It has two groups of the KV cache. The second one has a group of layers for each backend.
-    """
+    """Return the verdict for an engine with these attention backends in its second KV group."""
 
     def groups(names: Sequence[str]) -> list[Any]:
         backends = [SimpleNamespace(get_name=lambda name=name: name) for name in names]
@@ -75,6 +72,7 @@ def test_backends_are_those_of_vllm() -> None:
 
 def test_trees_on_tested_backends(caplog: pytest.LogCaptureFixture) -> None:
     assert agreed(*BACKENDS)
+    assert agreed(room=ROOM._replace(branches=1))
     assert not caplog.messages
 
 
@@ -88,17 +86,11 @@ def test_chains_where_any_layer_has_another_backend(
         assert word in said
 
 
-def test_chains_without_scratch(caplog: pytest.LogCaptureFixture) -> None:
+def test_chains_without_room(caplog: pytest.LogCaptureFixture) -> None:
     assert not agreed(room=None)
     assert "Draft trees disabled: the KV cache" in caplog.text
-
-
-def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureFixture) -> None:
     assert not agreed(room=ROOM._replace(branches=0))
     assert "Draft trees disabled: one request alone leaves no sequence" in caplog.text
-    caplog.clear()
-    assert agreed(room=ROOM._replace(branches=1))
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -116,7 +108,6 @@ def test_chains_where_no_request_may_have_a_side_path(caplog: pytest.LogCaptureF
 def test_it_is_said_where_trees_have_no_graphs(
     mode: str, graphs: Any, none: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If steps with trees have no CUDA graphs, the log names `cudagraph_mode`."""
     with caplog.at_level(logging.INFO, "vllm.hetero_spec"):
         assert agreed(graphs=graphs, mode=CUDAGraphMode[mode])
     assert (f"without CUDA graphs, since cudagraph_mode is {mode};" in caplog.text) is none

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skipped steps: while speculation is disabled, only some steps are read.
-
-Steps with a new request or another batch size are always read.
-"""
+"""While speculation is disabled, few steps are read besides those of new requests and batches."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,10 +87,7 @@ def test_a_drafter_at_rest_is_hardly_asked(
 def test_a_drafter_at_rest_sees_who_comes(
     llm: Any, looked_at: list[list[str]], texts: list[str], alone: Outputs
 ) -> None:
-    """A request with its own draft length has drafts from its first token on.
-
-    Until it ends, every step is read.
-    """
+    """A request with its own draft length has drafts at once. Until it ends, every step is read."""
     proposer_of(llm).drafting.control.controller = Fixed(0)
     driver, found, steps = llm.llm_engine, dict[str, list[int]](), 0
     driver.add_request("0", texts[0], greedy(max_tokens=200, ignore_eos=True))
@@ -120,10 +114,7 @@ def test_a_drafter_at_rest_sees_who_comes(
 def test_requests_come_and_go_while_the_drafter_rests(
     llm: Any, looked_at: list[list[str]], code_prompts: list[str]
 ) -> None:
-    """Steps with a new request or another batch are read, and a few others.
-
-    No state of ended requests is kept.
-    """
+    """Steps with a new request or batch are read, and few others. Ended requests leave no state."""
     proposer = proposer_of(llm)
     proposer.drafting.control.controller = Fixed(4)
     drafted = joining_and_aborting(llm, code_prompts)

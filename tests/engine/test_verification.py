@@ -68,10 +68,7 @@ class Recorder(TorchFunctionMode):
 
 
 class Sampler(torch.nn.Module):
-    """Stand-in for vLLM's sampler, whose own reads must not be counted.
-
-    It chooses bonus tokens, by races if `racing` is given.
-    """
+    """Stand-in for vLLM's sampler, whose reads do not count. `racing` chooses bonus tokens."""
 
     logprobs_mode = "raw_logprobs"
 
@@ -219,7 +216,6 @@ def test_a_verification_needs_no_number_of_the_device(
     """Fake tensors raise an exception at a read. vLLM's top-k reads on a CPU only."""
     for module in (race_sampler_v1, rejection_sampler_v1):
         monkeypatch.setattr(module, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
-
     given = arguments()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         fakes = [_faked(fake, argument) for argument in given]
@@ -288,10 +284,7 @@ def test_target_probs_take_no_second_table(kept: bool) -> None:
 
 @pytest.mark.parametrize("likeliest", [None, 1, 4])
 def test_named_tokens_have_their_log_probabilities(likeliest: int | None) -> None:
-    """`logprob_token_ids` get their log probabilities with drafts.
-
-    Other requests of the batch may have the most likely tokens, or none.
-    """
+    """Other requests of the batch may have the most likely tokens, or none."""
     torch.manual_seed(3)
     plain = Engine("token").sampler(*arguments(likeliest))
     torch.manual_seed(3)
@@ -329,7 +322,6 @@ def test_tokens_that_v2_emits_stand_at_the_rows_they_come_from() -> None:
 
 
 def test_fuzzy_accounts_are_settled_when_tokens_are_on_the_host() -> None:
-    """The counters of `fuzzy` are updated when the tokens have arrived on the host."""
     torch.manual_seed(0)
     engine = Engine("fuzzy")
     output = engine.sampler(*arguments())

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of verification in Model Runner V2's sampler: V1's verdicts, in parts, without a read.
-
-vLLM's kernels need Triton, so stand-ins replace its sampler and its loop over the parts.
-"""
+"""Verification in V2's sampler, beside stand-ins for Triton: V1's verdicts, without a read."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -241,7 +238,6 @@ def test_a_part_sends_one_packet_and_reads_nothing(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
     """Fake tensors raise an exception at a read."""
-
     batch = mixed(rule, send=sent)
     states = batch.sampler.sampler.sampling_states
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -256,10 +252,7 @@ def test_a_verification_needs_no_number_of_the_device(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_that_were_filled_up_have_the_same_verdicts(rule: str) -> None:
-    """With asynchronous scheduling all drafts have equally many rows.
-
-    The view contains their lengths.
-    """
+    """With asynchronous scheduling drafts have equally many rows. The view has their lengths."""
     ((_, *expected),) = mixed(rule).run()
     batch = mixed(rule)
     plain = batch.batch
@@ -308,10 +301,7 @@ Q = torch.tensor([[0.2, 0.5, 0.1, 0.2], [0.4, 0.1, 0.4, 0.1]])
 
 
 def many(rule: str, draft: torch.Tensor, heat: float = 1.0) -> Counter:
-    """Return the counts of the emitted tokens of n requests.
-
-    `draft`: int64 [n, 2], the draft of each request, padded with -1.
-    """
+    """Count the emitted tokens of requests with these drafts, int64 [n, 2], padded with -1."""
     count = len(draft)
     pending = PendingDraftProbs()
     ids = [str(i) for i in range(count)]

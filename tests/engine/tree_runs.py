@@ -148,10 +148,7 @@ def test_races_are_those_without_drafts(compared: Compared, few: list[str]) -> N
 def test_a_tree_that_is_void_on_the_device_emits_one_token(
     compared: Compared, few: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second tree is disabled on the device.
-
-    This happens if the device counts other tokens than the host planned with.
-    """
+    """Every second tree is void, as if the device counted other tokens than the host."""
 
     def laid_out(self: BranchSequences, is_tree: torch.Tensor) -> None:
         original(self, is_tree & (torch.arange(len(is_tree), device=is_tree.device) % 2 == 0))
@@ -257,7 +254,6 @@ def test_faults_are_caught(compared: Compared, few: list[str], fault: Any) -> No
 def test_an_untested_backend_gets_chains(
     demo_pair: Any, few: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine drafts chains, and the runner has no branches."""
     spec = slem(demo_pair / "drafter", tree_nodes=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches_module, "BACKENDS", ("ANOTHER",))

@@ -143,10 +143,7 @@ def step_of(
     *,
     raced: bool = False,
 ) -> StepView:
-    """Return the view of a step after which the requests have these texts.
-
-    `news` contains the number of new tokens of each request; the default is 1.
-    """
+    """Return the step after which the requests have these texts, with `news` (or 1) new tokens."""
     news, drafted = news or {}, drafted or {}
     requests = [
         RequestView(
@@ -163,10 +160,7 @@ def step_of(
 
 
 def controlled(
-    controller: Controller,
-    values: TreeValues | None = None,
-    *,
-    can_stop_early: bool = False,
+    controller: Controller, values: TreeValues | None = None, *, can_stop_early: bool = False
 ) -> tuple[LookaheadControl, TreePolicy]:
     """Return both controls of a step. Statistics come from `controller.branches`, if it exists."""
     branches = getattr(controller, "branches", None)
@@ -174,8 +168,16 @@ def controlled(
     return LookaheadControl(controller, can_stop_early=can_stop_early, policy=trees), trees
 
 
-def planned(step: StepView, controller: Controller | None = None) -> LookaheadControl:
-    control, _ = controlled(controller or Fixed(LOOKAHEAD))
+def planned(
+    step: StepView,
+    controller: Controller | None = None,
+    values: TreeValues | None = None,
+    *,
+    can_stop_early: bool = False,
+) -> LookaheadControl:
+    """Return the controls of a step for which trees are planned."""
+    controller = controller or Fixed(LOOKAHEAD)
+    control, _ = controlled(controller, values, can_stop_early=can_stop_early)
     control.observe(step)
     paths = control.plan(step, [0] * len(step.requests)).paths
     assert paths == DEFAULT_TREE_WIDTH * (step.trees is not None)

@@ -14,36 +14,23 @@ _BLOCK = 1024  # drafts that are sampled at a time
 
 
 class SimulatedDrafts(NamedTuple):
-    """Drafts, as arrays of shape [drafts, depth].
+    """Drafts, as arrays of shape [drafts, depth]."""
 
-    Attributes:
-        accepted: Probability that a token is accepted if all tokens before it were.
-        confidence: The drafter's confidence before it samples the token.
-        best_guess: Acceptance probability given the confidence: the best possible prediction.
-    """
-
-    accepted: np.ndarray
-    confidence: np.ndarray
-    best_guess: np.ndarray
+    accepted: np.ndarray  # probability that a token is accepted if all tokens before it were
+    confidence: np.ndarray  # of the drafter, before it samples the token
+    best_guess: np.ndarray  # acceptance probability given the confidence: the best prediction
 
 
 @dataclass(frozen=True)
 class Text:
-    """A mixture of easy and hard tokens, and a drafter with a noisy confidence.
+    """A mixture of easy and hard tokens, and a drafter with a noisy confidence."""
 
-    Attributes:
-        easy: Acceptance rate of easy tokens.
-        hard: Acceptance rate of hard tokens.
-        share: Share of easy tokens.
-        noise: Standard deviation of the logit of the confidence minus that of the acceptance rate.
-        bias: Mean of that difference. Above 0 the drafter is overconfident.
-    """
-
-    easy: float = 0.95
-    hard: float = 0.35
-    share: float = 0.7
+    easy: float = 0.95  # acceptance rate of easy tokens
+    hard: float = 0.35  # acceptance rate of hard tokens
+    share: float = 0.7  # of easy tokens
+    # The logit of the confidence minus that of the acceptance rate: standard deviation, and mean.
     noise: float = 0.7
-    bias: float = 0.0
+    bias: float = 0.0  # above 0 the drafter is overconfident
 
     def draw(self, drafts: int, depth: int, generator: np.random.Generator) -> SimulatedDrafts:
         """Return independent drafts."""
@@ -79,13 +66,7 @@ class WholeDrafts(Text):
 
 
 class DraftStream:
-    """Drafts of a text in the order in which `run` uses them, the same for every controller.
-
-    Args:
-        text: Source of the drafts.
-        depth: Tokens of each draft.
-        seed: Seed of the run.
-    """
+    """Drafts in the order in which `run` uses them, the same for every controller."""
 
     def __init__(self, text: Text, depth: int, seed: int) -> None:
         self._text, self._depth = text, depth

@@ -31,27 +31,16 @@ class Clock:
 
 @dataclass(frozen=True)
 class Machine:
-    """Costs of steps, in seconds.
+    """Costs of steps, in seconds."""
 
-    Attributes:
-        target: Cost of a target step, by rows.
-        drafter: Cost of a drafter step, by requests.
-        overhead: Cost of a round of drafting beside its steps, by requests.
-        catch_up: Cost of a context token that the drafter must read.
-        noise: Standard deviation of the logarithm of every measurement.
-        wander: Standard deviation of the logarithm of the machine's speed, common to all steps.
-        calm: Time constant of the changes of speed, in seconds.
-        buckets: Lengths to which all drafts of a step are padded; empty if they are not padded.
-    """
-
-    target: Seconds
-    drafter: Seconds
-    overhead: Seconds = lambda batch: 0.0
-    catch_up: float = 0.0
-    noise: float = 0.0
-    wander: float = 0.0
-    calm: float = 0.2
-    buckets: tuple[int, ...] = ()
+    target: Seconds  # of a target step, by rows
+    drafter: Seconds  # of a drafter step, by requests
+    overhead: Seconds = lambda batch: 0.0  # of a round of drafting beside its steps, by requests
+    catch_up: float = 0.0  # cost of a context token that the drafter must read
+    noise: float = 0.0  # standard deviation of the logarithm of every measurement
+    wander: float = 0.0  # the same of the machine's speed, which is common to all steps
+    calm: float = 0.2  # time constant of the changes of speed, in seconds
+    buckets: tuple[int, ...] = ()  # lengths to which all drafts of a step are padded, if any
 
     def rows(self, lengths: Sequence[int], longest: int) -> int:
         """Return the rows of a target step for drafts of these lengths, planned with `longest`."""
@@ -71,26 +60,16 @@ def calibration(on: Machine, catch_up: float | None = None) -> CostModel:
 
 @dataclass
 class Outcome:
-    """Result of a run.
+    """Result of a run."""
 
-    Attributes:
-        tokens: Expected number of emitted tokens, which is less noisy than the sampled number.
-        seconds: Simulated seconds at the machine's usual speed.
-        probing: Seconds lost by probes, compared with steps without drafts.
-        probes: Number of probes.
-        steps: Number of target steps.
-        alone: Seconds that the target alone would take for as many tokens at the same batch.
-        switches: Times at which the regime changed, and the new regimes.
-        lookaheads: Number of steps by longest planned lookahead. Probes count as 0.
-    """
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    probing: float = 0.0
+    tokens: float = 0.0  # expected number of emitted tokens, less noisy than the sampled number
+    seconds: float = 0.0  # simulated, at the machine's usual speed
+    probing: float = 0.0  # seconds lost by probes, compared with steps without drafts
     probes: int = 0
-    steps: int = 0
-    alone: float = 0.0
-    switches: list[tuple[float, str]] = field(default_factory=list)
+    steps: int = 0  # of the target
+    alone: float = 0.0  # seconds of the target alone for as many tokens at the same batch
+    switches: list[tuple[float, str]] = field(default_factory=list)  # times, and new regimes
+    # Number of steps by longest planned lookahead. Probes count as 0.
     lookaheads: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -106,18 +85,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a load: `batch` requests of one kind at a time, for `seconds` seconds.
-
-    Attributes:
-        prompt: Tokens that the drafter must read of each request that begins in this phase.
-    """
+    """A part of a load: `batch` requests of one kind at a time, for `seconds` seconds."""
 
     batch: int
     seconds: float
     text: Text
     machine: Machine
     random: bool = False
-    prompt: int = 0
+    prompt: int = 0  # tokens that the drafter must read of each request that begins in this phase
 
 
 def run(
@@ -129,15 +104,10 @@ def run(
     seed: int = 0,
     can_stop_early: bool = False,
 ) -> Outcome:
-    """Serve a load.
+    """Serve the phases one after the other, with drafts of at most `limit` tokens.
 
-    Args:
-        controller: If it needs the time, it must read `clock`.
-        clock: Advanced by the costs of the steps.
-        phases: Parts of the load, one after the other.
-        limit: Longest draft, in tokens.
-        seed: Seed of all random numbers.
-        can_stop_early: Call `continue_drafting` between drafter steps.
+    The costs of the steps advance `clock`, which the controller must read if it needs the time.
+    With `can_stop_early`, `continue_drafting` is called between drafter steps.
     """
     generator = np.random.default_rng([seed, 0])
     outcome = Outcome()
@@ -287,12 +257,10 @@ def static_rate(text: Text, machine: Machine, batch: int, lookahead: int) -> flo
 
 
 def stopped_rate(simulated: SimulatedDrafts, machine: Machine, goes_on: np.ndarray) -> float:
-    """Return the tokens per second of one request with a stopping rule.
+    """Return the tokens per second of one request with a stopping rule, one draft per round.
 
-    Args:
-        simulated: Drafts, one for each round.
-        machine: Costs of steps. A target step costs as much as one row, whatever it verifies.
-        goes_on: [drafts, depth], True if another token is drafted after this one.
+    A target step costs as much as one row, whatever it verifies. `goes_on` [drafts, depth] is True
+    if another token is drafted after this one.
     """
     drafted = np.cumprod(np.hstack([np.ones((len(goes_on), 1)), goes_on[:, :-1]]), axis=1)
     tokens = 1 + (np.cumprod(simulated.accepted, axis=1) * drafted).sum(1)

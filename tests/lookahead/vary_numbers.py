@@ -26,7 +26,8 @@ COPIED = (PACKAGE, "tests", "scripts", "examples")
 TESTS = {
     "lookahead": ["tests/lookahead"],
     "engine": [
-        f"tests/engine/test_{name}.py" for name in ("step_timing", "looks", "lookahead_control")
+        f"tests/engine/test_{name}.py"
+        for name in ("step_timing", "unread_steps", "lookahead_control")
     ],
 }
 NO_NUMBERS = {"VERSION", "_ENDED"}  # the version of a format, and a mark

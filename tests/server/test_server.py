@@ -126,14 +126,6 @@ def test_drafts_change_no_greedy_completion(server: Server, prompt: str) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_completion_is_the_targets_own(server: Server, alone: Server, prompt: str) -> None:
-    with_drafter, without = (complete(s, prompt).choices[0] for s in (server, alone))
-    assert with_drafter.text == without.text
-    assert with_drafter.text.strip()
-
-
-@pytest.mark.full
 def test_greedy_chat_is_the_targets_own(server: Server, alone: Server) -> None:
     replies = [
         s.client.chat.completions.create(model=s.model, messages=CHAT, max_tokens=32, temperature=0)
@@ -323,21 +315,6 @@ def test_wrong_configurations_stop_the_server_with_one_sentence(
             process.kill()
         assert process.returncode not in (0, None)
         assert sentence in printed.splitlines()[-1]
-
-
-def test_flags_are_a_configuration_too(demo_pair: Path) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.plugins import load_general_plugins
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    load_general_plugins()
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    drafter = str(demo_pair / "drafter")
-    flags = ["--spec-method", "slem", "--spec-model", drafter, "--spec-tokens", "3"]
-    arguments = parser.parse_args(["--model", str(demo_pair / "target"), *flags])
-    engine = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-    options = engine.speculative_config.hetero
-    assert (options.method, options.model, options.num_speculative_tokens) == ("slem", drafter, 3)
 
 
 @pytest.mark.full

@@ -41,10 +41,7 @@ def chatty(backends: dict[str, Tokenizer]) -> Family:
 def ids_of(tokenizer: TextTokenizer, parts: Sequence[str], *, behind: bool) -> list[int]:
     """Return ids of alternating texts and control tokens, with the tokenizer's leading spaces.
 
-    Args:
-        tokenizer: Encodes the texts.
-        parts: A text, the content of a control token, a text, and so on.
-        behind: True if other text comes before the first text.
+    `behind`: other text comes before the first text.
     """
     ids: list[int] = []
     leading = tokenizer.leading_space

@@ -240,12 +240,3 @@ def test_identity_passes_ids_through(family: Family) -> None:
     assert context.ids == [7, 8, 9, 10]
     assert bridge.to_target([context], [[5, 0, 6]], [9]) == [[5, 0]]
     assert bridge.to_target([context], [[5, 4, 6]], [2]) == [[5, 4]]
-
-
-def test_text_mode_of_equal_tokenizers_is_the_identity(family: Family) -> None:
-    tokenizer = family["byte-level"]
-    bridge = make_bridge(tokenizer, tokenizer, mode="text")
-    ids = tokenizer.encode("def f(self):\n        return self.value")
-    context = opened(bridge, ids[:7])
-    assert context.ids == ids[:7]
-    assert one(bridge, context, ids[7:]) == ids[7:]

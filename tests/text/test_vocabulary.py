@@ -82,35 +82,11 @@ def test_maps_of_real_tokenizers(real: Family, target: str, drafter: str) -> Non
     assert_maps(build_maps(real[target], real[drafter]), real[target], real[drafter])
 
 
-def test_of_equal_target_tokens_the_emitted_one(family: Family) -> None:
-    """A SentencePiece vocabulary spells ASCII twice: as a byte token and as a character."""
-    target, drafter = family["sentencepiece"], family["byte-level"]
-    letter, twin = target.encode("e")[0], target.token_bytes.index(b"e")
-    assert letter != twin
-    assert target.token_bytes[letter] == target.token_bytes[twin]
-    maps = build_maps(target, drafter)
-    assert maps.d2t[drafter.token_bytes.index(b"e")] == letter
-
-
-def test_all_drafter_ids_of_a_string_are_mapped(family: Family) -> None:
-    target, drafter = family["byte-level"], family["sentencepiece"]
-    twins = [d for d, data in enumerate(drafter.token_bytes) if data == b"e"]
-    assert len(twins) == 2
-    assert build_maps(target, drafter).d2t[twins].tolist() == target.encode("e") * 2
-
-
 def test_of_equal_target_tokens_never_emitted_the_smallest() -> None:
     target = toy([b"a", b"b", b"ab", b"ab"], encode=lambda text: ["ab".index(c) for c in text])
     maps = build_maps(target, toy([b"ab", b"abb"]))
     assert rows_of(maps) == [[2], [0, 1, 1]]
     assert maps.d2t.tolist() == [2, -1]
-
-
-def test_a_common_token_is_not_split() -> None:
-    """So `kappa` covers at least what the intersection covers."""
-    target = toy([b"a", b"b", b"abb"])
-    assert target.encode("abb") == [0, 1, 1]
-    assert rows_of(build_maps(target, toy([b"abb", b"ab"]))) == [[2], [0, 1]]
 
 
 def test_text_the_normaliser_rewrites_is_spelled_bytewise(family: Family) -> None:

@@ -226,12 +226,6 @@ def test_unsupported_patterns(pattern: str) -> None:
     assert words.cut_by(pattern) is None
 
 
-def test_cuts_cover_the_text() -> None:
-    cut = words.cut_by(r"\p{Lu}\p{Ll}+")
-    assert cut is not None
-    assert cut("aBc- DeF") == ["a", "Bc", "- ", "De", "F"]
-
-
 @pytest.mark.parametrize(
     "name", ["unigram", "wordpiece", "byte-level-lowercase", "byte-level-words", "characters"]
 )

@@ -106,19 +106,6 @@ def test_the_best_tree(ordered: bool) -> None:
     assert short == 0 if ordered else short > 30
 
 
-@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.2, 0.5, 0.1)])
-def test_trees_by_rank(rates: Sequence[float]) -> None:
-    """With one rate per rank the best tree is found, also if the second child is the likeliest."""
-    growth = TreeBuilder()
-    grow(growth, 5, lambda node: (list(range(len(rates))), list(rates)))
-    tree = growth.tree.best(5)
-
-    def value(path: Path) -> float:
-        return float(np.prod([rates[rank] for rank in path]))
-
-    assert sum(tree.values) == pytest.approx(best_of_all(value, 5))
-
-
 def test_nothing_follows_an_end() -> None:
     growth = TreeBuilder(ends={2})
     first, _ = growth.offer(ROOT, [1, 2], [0.3, 0.6])

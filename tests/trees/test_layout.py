@@ -53,19 +53,13 @@ def alone(text: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class Target:
-    """KV blocks, and a forward pass over sequences with block tables, as in attention kernels.
+    """KV blocks, and a forward pass over sequences with block tables, as in attention kernels."""
 
-    Attributes:
-        size: Tokens per block.
-        fault: A fault to inject, "" for none.
-        cells: The content of each slot, for each layer.
-        slots: Slot of each row of the last forward pass.
-    """
-
-    size: int
-    fault: str = ""
+    size: int  # tokens per block
+    fault: str = ""  # a fault to inject, "" for none
+    # The content of each slot, for each layer.
     cells: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in range(LAYERS)])
-    slots: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)  # of each row of the last forward pass
 
     def copy(self, source: int, goal: int) -> None:
         for cells in self.cells:

@@ -22,30 +22,18 @@ AROUND = 0.0002  # seconds that a round takes in addition to its steps
 
 @dataclass
 class Engine:
-    """Simulated steps with drafts; some of the rounds search for trees.
+    """Simulated steps with drafts; some of the rounds search for trees."""
 
-    Attributes:
-        row: Seconds of each row after the first.
-        width: Number of drafter paths; 0 for chains only.
-        free: As in `TreeChoice`.
-        tree: Seconds to find a tree.
-        longer: Drafter step time of a round that searches for trees, relative to other rounds.
-        around: Seconds that such a round takes in addition, apart from its steps.
-        beside: Nodes of each tree beside its chain.
-        plans: All plans so far.
-        looking: Seconds spent on trees so far.
-    """
-
-    row: float
-    width: int = 2
-    free: bool = False
-    tree: float = 0.0002
-    longer: float = 1.1
-    around: float = 0.0
-    beside: tuple[list[int], list[float], list[int]] = GOOD
+    row: float  # seconds of each row after the first
+    width: int = 2  # number of drafter paths; 0 for chains only
+    free: bool = False  # as in `TreeChoice`
+    tree: float = 0.0002  # seconds to find a tree
+    longer: float = 1.1  # drafter step time of a round that searches for trees, relative to others
+    around: float = 0.0  # seconds that such a round takes in addition, apart from its steps
+    beside: tuple[list[int], list[float], list[int]] = GOOD  # nodes of each tree beside its chain
     batch: int = 2
-    plans: list[LookaheadPlan] = field(default_factory=list)
-    looking: float = 0.0
+    plans: list[LookaheadPlan] = field(default_factory=list)  # all so far
+    looking: float = 0.0  # seconds spent on trees so far
 
     def __post_init__(self) -> None:
         target = [(rows, PLAIN + (rows - 1) * self.row) for rows in (1, 2, 8, 64)]

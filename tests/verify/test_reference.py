@@ -36,11 +36,9 @@ def chained(n: int, m: int = 1) -> Draft:
 
 
 def likeliest(count: int, *, told: bool = True) -> Draft:
-    """push_forward from the likeliest drafter tokens alone.
+    """push_forward from the `count` likeliest drafter tokens of each row alone.
 
-    Args:
-        count: How many tokens each row keeps.
-        told: Normalize the shortened rows. False gives the rule rows that are not true.
+    Unless `told`, the rule is given the shortened rows unnormalized, which are not true.
     """
 
     def draft(w: World, c: tuple[int, ...], k: int, chance: Chance) -> Stream:

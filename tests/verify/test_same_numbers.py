@@ -36,20 +36,12 @@ RULES: dict[str, tuple[Callable, Readable]] = {
 
 
 class Given:
-    """A `Chance` with given random numbers.
-
-    Args:
-        flips: One number for each proposal.
-        drawn: The number for the only draw.
-
-    Attributes:
-        doubtful: A number was closer to a threshold than CLOSE.
-    """
+    """A `Chance` with given random numbers: a flip for each proposal, and the only draw."""
 
     def __init__(self, flips: Sequence[float], drawn: float) -> None:
         self._flips, self._drawn = flips, drawn
         self._at = -1  # index of the proposal that the next flip decides
-        self.doubtful = False
+        self.doubtful = False  # True if a number was closer to a threshold than CLOSE
 
     def seen(self, proposals: Sequence[Proposal]) -> Stream:
         """Yield the proposals one by one. The first flip is for the last proposal yielded."""
@@ -135,9 +127,7 @@ class Requests:
     def readable(self, rule: Readable, *, mixed_up: bool = False) -> list[tuple[int, ...] | None]:
         """Return what a reference rule emits with the batch's numbers; None for a close choice.
 
-        Args:
-            rule: A rule of `reference`.
-            mixed_up: Give each proposal the number of another one.
+        `mixed_up` gives each proposal the number of another one.
         """
         drafts = self.batch()
         accept = drafts.padded(drafts.accept_noise(), 0.0).tolist()

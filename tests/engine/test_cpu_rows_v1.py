@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of top-k and top-p without a sort: they keep the tokens that vLLM keeps, ties included."""
+"""Draft rows on a CPU: top-k and top-p keep vLLM's tokens, and penalties are equal to the bit."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from test_verification import arguments
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-from vllm_hetero_spec.engine.verifier.top_k_top_p_v1 import _ORDERED, apply_top_k_top_p
 
-from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import _target_probs
+from vllm_hetero_spec.engine.verifier.cpu_rows_v1 import (
+    _ORDERED,
+    apply_row_penalties,
+    apply_top_k_top_p,
+)
+from vllm_hetero_spec.engine.verifier.rejection_sampler_v1 import (
+    HeteroRejectionSamplerV1,
+    _target_probs,
+)
 
 WIDTH = 4 * _ORDERED
 TOP_K = torch.tensor([20, WIDTH, 1, 50, WIDTH, 2 * _ORDERED, WIDTH, _ORDERED], dtype=torch.int32)
@@ -22,16 +31,6 @@ def peaked() -> torch.Tensor:
     """Return logits float32 [ROWS, WIDTH]. Many values tie because they come from bfloat16."""
     generator = torch.Generator().manual_seed(3)
     return (8 * torch.randn(ROWS, WIDTH, generator=generator)).bfloat16().float()
-
-
-def flat() -> torch.Tensor:
-    """Return logits for which `top_p` keeps thousands of tokens."""
-    return peaked() / 100
-
-
-def broad() -> torch.Tensor:
-    """Return logits whose first `_ORDERED` tokens have most of the mass, but not nearly all."""
-    return peaked() / 4
 
 
 @pytest.fixture
@@ -48,26 +47,25 @@ def sorted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("rows", [peaked, broad, flat])
+@pytest.mark.parametrize("heat", [1, 4, 100])
 @pytest.mark.parametrize("with_k", [False, True])
-def test_the_same_tokens_are_kept(
-    rows: Callable[[], torch.Tensor], with_k: bool, sorted_rows: list[int]
-) -> None:
+def test_the_same_tokens_are_kept(heat: int, with_k: bool, sorted_rows: list[int]) -> None:
+    """The first `_ORDERED` tokens have nearly all of the mass, most of it, or little."""
     k = TOP_K if with_k else None
-    expected = apply_top_k_top_p_pytorch(rows(), k, TOP_P)
-    found = apply_top_k_top_p(rows(), k, TOP_P)
+    expected = apply_top_k_top_p_pytorch(peaked() / heat, k, TOP_P)
+    found = apply_top_k_top_p(peaked() / heat, k, TOP_P)
     for line in range(ROWS):
         ours, theirs = (table[line].isfinite() for table in (found, expected))
         # Any of the tokens that tie at the limit of top-p may be kept, and sums are rounded.
         assert abs(int(ours.sum()) - int(theirs.sum())) <= 1
-        assert torch.equal(found[line][ours], rows()[line][ours])
+        assert torch.equal(found[line][ours], (peaked() / heat)[line][ours])
         law, other = (table[line].softmax(-1).sort().values for table in (found, expected))
         assert torch.allclose(law, other, atol=2e-4)
         if TOP_P[line] == 1:
             assert torch.equal(ours, theirs)
-    if rows is peaked and not with_k:
+    if heat == 1 and not with_k:
         assert not sorted_rows  # few tokens are kept: vLLM has nothing to sort
-    elif rows is peaked:
+    elif heat == 1:
         assert sum(sorted_rows) == 2  # the rows with _ORDERED tokens and more
     else:
         assert 0 < sum(sorted_rows) < ROWS
@@ -106,3 +104,39 @@ def test_verification_sorts_no_row(sorted_rows: list[int]) -> None:
     assert not sorted_rows
     assert torch.allclose(found.sum(-1), torch.ones(ROWS))
     assert torch.allclose(found.amax(-1), expected.softmax(-1).amax(-1), atol=2e-4)
+
+
+NARROW = 50
+PROMPTS = torch.tensor(
+    [[3, 4, 3, NARROW], [7, NARROW, NARROW, NARROW], [1, 2, 3, 4], [49, 0, 0, 9]]
+)
+OF = torch.tensor([0, 0, 1, 2, 2, 3])
+OUTPUTS = [[5, 5, 4], [5, 5, 4, 9], [], [8, 8, 8], [8, 8, 8, -1], [49, 49]]
+PENALTIES = {
+    "repetition": [[0.0, 0.0, 1.1], [0.0, 0.0, 1.3], [0.0, 0.0, 1.0], [0.0, 0.0, 0.8]],
+    "all": [[0.4, 0.3, 1.1], [0.0, 0.7, 1.0], [0.9, 0.0, 1.7], [-0.5, -0.2, 1.05]],
+}
+
+
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_logits_are_vllms_to_the_bit(kind: str) -> None:
+    logits = 5 * torch.randn(len(OF), NARROW, generator=torch.Generator().manual_seed(2))
+    penalties = torch.tensor(PENALTIES[kind])
+    presence, frequency, repetition = penalties[OF].T
+    expected = apply_all_penalties(
+        logits.clone(), PROMPTS[OF], presence, frequency, repetition, OUTPUTS
+    )
+    apply_row_penalties(logits, PROMPTS, OF, penalties, OUTPUTS)
+    assert torch.equal(logits, expected)
+
+
+def test_verification_makes_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, _, _, sampling = arguments()
+    sampling.no_penalties, sampling.prompt_token_ids = False, torch.zeros(5, 2, dtype=torch.int64)
+    sampling.repetition_penalties = torch.full((5,), 1.2)
+    monkeypatch.setattr(rejection_sampler, "apply_all_penalties", None)
+    logits = torch.ones(3, NARROW)
+    found = HeteroRejectionSamplerV1.apply_penalties(
+        logits, sampling, metadata, torch.tensor([0, 0, 2]), [[4], [4, 5], []]
+    )
+    assert (found < 1).sum(-1).tolist() == [2, 3, 1]
