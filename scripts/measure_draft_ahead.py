@@ -172,7 +172,7 @@ def main() -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # steps run in the processes made here
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # each process has cores of its own
     try:
-        texts = load_prompts(options.prompts, sys.maxsize)
+        texts = load_prompts(options.prompts)
     except ConfigError as error:
         parser.error(str(error))
     prompts = [text[:_PROMPT_CHARACTERS] for text in texts]

@@ -39,9 +39,11 @@ def test_ranking_of_known_drafters() -> None:
 @pytest.fixture
 def target(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A target of 8 billion parameters, beside which nothing is on the machine."""
-    monkeypatch.setattr("vllm_hetero_spec.cli.known_drafters.weight_bytes", lambda *_: 16 << 30)
-    monkeypatch.setattr(known_drafters, "local_folder", lambda name: None)
-    return str(demo_pair / "target")
+    target = str(demo_pair / "target")
+    here = {target: Path(target)}
+    monkeypatch.setattr(known_drafters, "weight_bytes", lambda *_: 16 << 30)
+    monkeypatch.setattr(known_drafters, "local_folder", here.get)
+    return target
 
 
 def test_download_commands_are_printed(target: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,10 +74,8 @@ class Table:
         known = [each.name for each in fields(cls) if each.name not in cls.not_in_files()]
         for key in given if isinstance(given, Mapping) else ():
             if key not in known:
-                raise Mistake(
-                    f"has an unknown key {key!r}{nearest(key, known)}; supported: {listed(known)}.",
-                    line_of=(key,),
-                )
+                rest = f"{key!r}{nearest(key, known)}; supported: {', '.join(known)}."
+                raise Mistake(f"has an unknown key {rest}", line_of=(key,))
         return given
 
     @classmethod
@@ -188,11 +186,7 @@ def named(place: Sequence[int | str]) -> str:
 def not_among(value: Any, choices: Iterable[str]) -> Mistake:
     """A value that is not among the choices."""
     choices = list(choices)
-    return Mistake(f"is {value!r}{nearest(value, choices)}; supported: {listed(choices)}.")
-
-
-def listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    return Mistake(f"is {value!r}{nearest(value, choices)}; supported: {', '.join(choices)}.")
 
 
 def first_line(error: object) -> str:

@@ -19,16 +19,7 @@ from pydantic import AfterValidator, Field, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
 from vllm_hetero_spec.draft import methods
-from vllm_hetero_spec.errors import (
-    ConfigError,
-    Table,
-    between,
-    checked,
-    listed,
-    must,
-    one_of,
-    whole,
-)
+from vllm_hetero_spec.errors import ConfigError, Table, between, checked, must, one_of, whole
 
 METHODS = tuple(methods.METHODS)
 DEFAULT_METHOD = methods.HETERO
@@ -172,7 +163,7 @@ class HeteroOptions(Table):
             names = [name for name, of in methods.METHODS.items() if of.draws_ahead and not raced]
             raise ConfigError(
                 f"method {self.method!r} does not run with {ahead}; use "
-                f'{listed([methods.SLEM, *names])}, or "hetero", which chooses among them.'
+                f'{", ".join([methods.SLEM, *names])}, or "hetero", which chooses among them.'
             )
         for key, supported, why in (
             ("tree_nodes", (0,), "drafts chains only"),
@@ -229,7 +220,7 @@ def wants_us(user: Mapping[str, Any], vllm_methods: tuple[str, ...] = ()) -> boo
         if near and near[0] in METHODS:
             raise ConfigError(
                 f"speculative method {method!r} does not exist; did you mean {near[0]!r}? "
-                f"Methods of vllm_hetero_spec: {listed(METHODS)}."
+                f"Methods of vllm_hetero_spec: {', '.join(METHODS)}."
             )
     return False
 
@@ -313,6 +304,6 @@ def _move_old_keys(given: dict[str, Any]) -> None:
     if old:
         today = json.dumps({_MOVED[name][0]: given[_MOVED[name][0]] for name in old}, default=str)
         _log_once(
-            f"Earlier keys in the speculative configuration: {listed(old)}. Release 0.3 will "
+            f"Earlier keys in the speculative configuration: {', '.join(old)}. Release 0.3 will "
             f"refuse them; write {today}."
         )

@@ -410,7 +410,7 @@ def test_examples_are_suites(
     if name in ("edits", "long", "paper", "spec_bench") or name.startswith("real"):
         monkeypatch.setattr(f"{suites}.load_dataset", lambda dataset, name: ["a prompt"] * 64)
         monkeypatch.setattr(f"{suites}.in_chat_template", lambda texts, *_: texts)
-        monkeypatch.setattr(datasets, "optional", lambda module, purpose: None)
+        monkeypatch.setattr(datasets, "hub_library", lambda hf: None)
     file = EXAMPLES / f"{name}.yaml"
     text = file.read_text()
     if name == "spec_bench":

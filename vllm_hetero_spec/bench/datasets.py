@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of a suite: from a JSONL file, from Hugging Face, or built in."""
 
+import importlib
 import itertools
 import os
 import string
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, StrictBool, model_validator
 from pydantic.dataclasses import dataclass
 
-from vllm_hetero_spec.bench.values import Positive, Text, located, optional
+from vllm_hetero_spec.bench.values import Positive, Text, located
 from vllm_hetero_spec.errors import ConfigError, Mistake, Table, first_line, nearest, one_of
 from vllm_hetero_spec.inputs.model_folder import tokenizer_of
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, json_lines
@@ -69,10 +70,18 @@ class Dataset(Table):
         elif self.split is None:
             raise Mistake("needs a split, as `split: test`.")
         elif not os.environ.get(_FOLDER):
-            optional("datasets", f"the dataset {self.hf}")
+            hub_library(self.hf)
         if self.repeat and self.count is None:
             raise Mistake("needs `count`, the number of prompts.", "repeat")
         return self
+
+
+def hub_library(hf: str) -> Any:
+    """Import the library that loads a dataset of Hugging Face, or raise ConfigError."""
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        raise ConfigError(f"the dataset {hf} needs datasets: `pip install datasets`.") from error
 
 
 def load_dataset(dataset: Dataset, name: str) -> list[str]:
@@ -127,23 +136,21 @@ def in_chat_template(prompts: Sequence[str], model: str, engine: dict[str, Any])
 def _rows(dataset: Dataset, name: str) -> Iterator[dict[str, Any]]:
     folder = os.environ.get(_FOLDER)
     if dataset.builtin:
-        yield from ({"prompt": text} for text in BUILT_IN_SETS[dataset.builtin])
-        return
+        return ({"prompt": text} for text in BUILT_IN_SETS[dataset.builtin])
     if dataset.hf and not folder:
-        yield from _hf_rows(dataset)
-        return
+        return _hf_rows(dataset)
     file = Path(dataset.file or Path(folder or "", f"{name}.jsonl"))
     if dataset.hf and not file.is_file():
         raise ConfigError(
             f"{_FOLDER} is {folder}, which has no {file.name}; put the rows of {dataset.hf} "
             "there as JSONL, or unset the variable to load them from Hugging Face."
         )
-    yield from (row for _, row in json_lines(file))
+    return (row for _, row in json_lines(file))
 
 
 def _hf_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     assert dataset.hf is not None
-    library = optional("datasets", f"the dataset {dataset.hf}")
+    library = hub_library(dataset.hf)
     given = {key: value for key in _HF_KEYS[1:] if (value := getattr(dataset, key))}
     try:
         # Streaming, because a dataset may have gigabytes; offline mode reads the cache.

@@ -15,7 +15,7 @@ from vllm_hetero_spec.inputs.model_folder import text_config
 from vllm_hetero_spec.inputs.tokenizer_source import open_tokenizer
 from vllm_hetero_spec.inputs.weights import weight_bytes
 from vllm_hetero_spec.machine import available_memory_bytes
-from vllm_hetero_spec.options import METHODS
+from vllm_hetero_spec.options import METHODS, parse
 from vllm_hetero_spec.text.tokenizer import UnsupportedTokenizer
 
 _OVERHEAD_BYTES = 2 << 30  # per engine on a CPU, without weights: libraries, KV, buffers
@@ -70,27 +70,22 @@ def start(engine: EngineId, suite: Suite, at_once: int, *, verbose: bool = False
 
     config = vllm_config(engine, drafter)
     # Branches of a draft tree run as sequences beside the requests; there are fewer than nodes.
-    places = 1 + ((config or {}).get("tree_nodes") or 0)
+    nodes = parse(config).tree_nodes if config and engine.method in METHODS else 0
     spec = EngineSpec(
         model=target.model,
         speculative_config=config,
-        max_batch_size=max(suite.batch_sizes) * places,
+        max_batch_size=max(suite.batch_sizes) * (1 + nodes),
         engine=device_share(at_once) | target.engine,
     )
     try:
         return VllmEngine(spec, verbose=verbose)
     except (ConfigError, MeasurementError) as error:
-        raise type(error)(f"{error}{_of_shared_memory(error, at_once)}") from error
-
-
-def _of_shared_memory(error: Exception, at_once: int) -> str:
-    """Remedy if engines that share a GPU lack memory, otherwise ""."""
-    if not on_gpu() or at_once == 1 or "memory" not in str(error).lower():
-        return ""
-    return (
-        f"\n  (up to {at_once} engines share the GPU's memory; --engines-at-once 1, in a suite "
-        "engines_at_once: 1, gives each all of it)"
-    )
+        if not on_gpu() or at_once == 1 or "memory" not in str(error).lower():
+            raise
+        raise type(error)(
+            f"{error}\n  (up to {at_once} engines share the GPU's memory; --engines-at-once 1, in "
+            "a suite engines_at_once: 1, gives each all of it)"
+        ) from error
 
 
 def vllm_config(engine: EngineId, drafter: SuiteDrafter | None) -> dict[str, Any] | None:
@@ -109,11 +104,7 @@ def vllm_config(engine: EngineId, drafter: SuiteDrafter | None) -> dict[str, Any
 
 
 def vocabularies_differ(target: Target, drafter: SuiteDrafter) -> str | None:
-    """Return the reason if vLLM's `draft_model` cannot run a pair, otherwise None.
-
-    Raises:
-        ConfigError: A tokenizer or a configuration cannot be loaded.
-    """
+    """Return why `draft_model` cannot run a pair, or None; ConfigError if a file is unreadable."""
     trust = bool(target.engine.get("trust_remote_code"))
     tokenizer = target.engine.get("tokenizer") or target.model
     try:

@@ -17,7 +17,7 @@ from vllm_hetero_spec.bench.plan import Cell
 from vllm_hetero_spec.bench.results import Contents, Recorded
 from vllm_hetero_spec.bench.suite import ALONE, HF_ALONE, KINDS
 
-Pairs = list[tuple[Sample, Sample]]
+Pairs = list[tuple[Sample, Sample]]  # of a run and a reference
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,15 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
     """Linearly interpolated quantiles; None without values."""
     if not values:
         return None
-    return Quantiles(*(float(x) for x in np.percentile(values, [50, 90, 99])))
+    return Quantiles(*map(float, np.percentile(values, [50, 90, 99])))
 
 
 def spread(values: Sequence[float]) -> Spread:
-    median, low, high, first, third = (
-        float(x) for x in np.percentile(values, [50, 0, 100, 25, 75])
-    )
+    median, low, high, first, third = map(float, np.percentile(values, [50, 0, 100, 25, 75]))
     return Spread(median, low, high, first, third, rounds=len(values))
 
 
-def speedup(pairs: Sequence[tuple[Sample, Sample]]) -> Spread | None:
+def speedup(pairs: Pairs) -> Spread | None:
     """Ratios of tokens per second in (run, reference) pairs of the same round."""
     if not pairs:
         return None
@@ -108,7 +106,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     traces = [trace for sample in samples for trace in sample.traces if trace.times]
     drafts = sum(sample.drafts for sample in samples)
     accepted = sum(sample.accepted_tokens for sample in samples)
-    per_position = _summed([sample.accepted_per_position for sample in samples])
+    positions = zip_longest(*(sample.accepted_per_position for sample in samples), fillvalue=0)
     skipped = Counter[str]()
     for sample in samples:
         skipped.update(sample.worker.get("skipped", {}))
@@ -125,7 +123,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
         accepted_tokens=accepted,
         acceptance_length=1 + accepted / drafts if drafts else None,
         acceptance_error=_acceptance_error(samples, accepted, drafts),
-        acceptance_per_position=[count / drafts for count in per_position] if drafts else [],
+        acceptance_per_position=[sum(counts) / drafts for counts in positions] if drafts else [],
         drafter_tokens=_total(samples, "drafter_tokens"),
         translate_seconds=_total(samples, "translate_seconds"),
         forward_seconds=_total(samples, "forward_seconds"),
@@ -138,7 +136,7 @@ def figures_of(samples: Sequence[Sample]) -> Figures:
     )
 
 
-def identical(pairs: Sequence[tuple[Sample, Sample]]) -> tuple[int, int] | None:
+def identical(pairs: Pairs) -> tuple[int, int] | None:
     """Number of prompts with equal token ids in every (run, reference) pair, and of all prompts."""
     if not pairs:
         return None
@@ -159,17 +157,12 @@ def _acceptance_error(samples: Sequence[Sample], accepted: int, drafts: int) -> 
         return None
     prompts = list(zip(*(sample.traces for sample in samples), strict=True))
     steps = [sum(len(trace.counts[1:]) for trace in traces) for traces in prompts]
-    more = [sum(sum(trace.counts[1:]) for trace in traces) for traces in prompts]
-    more = [tokens - arrivals for tokens, arrivals in zip(more, steps, strict=True)]
+    more = [sum(count - 1 for trace in traces for count in trace.counts[1:]) for traces in prompts]
     if not sum(more):
         return None
     return error_of_ratio(
         [own * accepted / sum(more) for own in more], [own * drafts / sum(steps) for own in steps]
     )
-
-
-def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
 
 def _total(samples: Sequence[Sample], counter: str) -> float | None:
@@ -232,7 +225,6 @@ def _row(cell: Cell, by_cell: dict[Cell, list[Recorded]]) -> Row:
         return pairs_with(runs, by_cell.get(cell._replace(engine=engine), []))
 
     first = next(other for other in by_cell if _but_for_setting(other) == _but_for_setting(cell))
-
     return Row(
         cell=cell,
         # A reference that ran again after an interruption counts once per round.

@@ -107,10 +107,7 @@ def make_plan(suite: Suite, engines_at_once: int, differ: Differ, only: str | No
     """Plan the runs of a suite, or of cells whose names contain the pattern `only`.
 
     `differ` returns the reason if the vocabularies of a pair differ, otherwise None. References of
-    matching cells are added.
-
-    Raises:
-        ConfigError: `only` matches no cell.
+    matching cells are added; ConfigError if there are none.
     """
     skipped: dict[Cell, str] = {}
     waves: list[Wave] = []

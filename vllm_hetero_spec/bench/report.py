@@ -137,7 +137,6 @@ COUNTS: tuple[Column[Row], ...] = (
         "requests left without a draft in a step, by reason",
     ),
 )
-SPECULATION = (*CELL, *COUNTS)
 
 
 def write_report(folder: Path, contents: Contents) -> list[Row]:
@@ -160,7 +159,7 @@ def markdown(contents: Contents, rows: Sequence[Row]) -> str:
     for title, columns, shown in (
         ("Speed", SPEED, rows),
         ("Latency", LATENCY, rows),
-        ("Speculation", SPECULATION, drafting),
+        ("Speculation", (*CELL, *COUNTS), drafting),
     ):
         if shown:
             parts += [f"## {title}", markdown_table(columns, shown), meanings(columns)]

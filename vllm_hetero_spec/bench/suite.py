@@ -224,11 +224,7 @@ class SuiteFile(Suite):
 
 
 def read_suite(file: Path) -> Suite:
-    """Read and check a suite file, and load its prompts.
-
-    Raises:
-        ConfigError: The first mistake, with its line and the supported values.
-    """
+    """Read and check a suite file, and load its prompts; ConfigError names the first mistake."""
     source = read_yaml(file)
     asked = source.checked(SuiteFile)
     targets = []

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from vllm_hetero_spec.bench.figures import Quantiles, Spread
 
@@ -67,8 +68,8 @@ def as_data(value: Any) -> Any:
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line of text as it is: without markup, colors of its own or line breaks."""
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print a line of text as it is: without markup, emoji, colors of its own or line breaks."""
+    console.print(text, style=style, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
@@ -139,7 +140,7 @@ def drawn(
         if index in numbers if numbers is not None else _is_of_numbers(lines, index):
             column.justify = "right"
     for line in lines:
-        table.add_row(*map(escape, line))
+        table.add_row(*map(Text, line))
     return table
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of the values in a suite file, and a YAML reader that names the line of a mistake."""
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,15 +28,6 @@ Model = TypeVar("Model", bound=Table)
 _DEMO = "demo:"
 
 
-def optional(module: str, purpose: str) -> Any:
-    """Import a library that only some suites need; raise ConfigError if it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.split(".")[0]
-        raise ConfigError(f"{purpose} needs {package}: `pip install {package}`.") from error
-
-
 def _distinct(values: Any) -> Any:
     names = [getattr(value, "name", value) for value in values]
     for index, name in enumerate(names):
@@ -47,11 +37,7 @@ def _distinct(values: Any) -> Any:
 
 
 def located(name: str, info: ValidationInfo) -> str:
-    """Resolve a path: "demo:..." in the demo folder, others relative to the suite's folder.
-
-    Raises:
-        ConfigError: The demo pair does not exist.
-    """
+    """Resolve "demo:..." in the demo folder, which must exist; others from the suite's folder."""
     if not name.startswith(_DEMO):
         return str(Path(info.context or "") / Path(name).expanduser())
     path = demo_folder() / name.removeprefix(_DEMO)
@@ -142,11 +128,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_yaml(file: Path) -> YamlFile:
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: It is empty, no YAML or cannot be read, or a key appears twice.
-    """
+    """Read a YAML file; ConfigError if it is empty, no YAML or unreadable, or repeats a key."""
     try:
         loader = _UniqueKeys(file.read_text(encoding="utf-8"))
         node = loader.get_single_node()

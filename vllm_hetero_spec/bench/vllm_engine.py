@@ -86,6 +86,8 @@ class Driver:
         time.sleep(REST)
         traces, seconds = self._drive(load)
         grown = since(before, self._counters())
+        # Of each worker; unknown if the user chose another worker extension.
+        peaks = self._llm.collective_rpc("hetero_spec_device_peak") if self._extended else []
         return Sample(
             traces=traces,
             seconds=seconds,
@@ -94,7 +96,7 @@ class Driver:
             accepted_tokens=grown.get("accepted_tokens", 0),
             accepted_per_position=grown.get("accepted_tokens_per_pos", []),
             worker=grown["worker"],
-            peak_memory_bytes=sum(self._peaks()),
+            peak_memory_bytes=sum(peaks),
             runner=self._runner,
             dtype=self._dtype,
         )
@@ -181,10 +183,6 @@ class Driver:
                 found[name] = found.get(name, 0) + metric.value
         return {**found, "worker": read_stats(self._llm) if self._ours else {}}
 
-    def _peaks(self) -> list[int]:
-        """Peak memory of each worker; none if the user chose another worker extension."""
-        return self._llm.collective_rpc("hetero_spec_device_peak") if self._extended else []
-
 
 def known_arguments() -> set[str]:
     """Return the names of the arguments of `vllm.LLM`."""
@@ -259,11 +257,12 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     defaults = {"dtype": "float32", "enforce_eager": True}
     if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
         config = text_config(spec.model, bool(given.get("trust_remote_code")))
-        defaults["max_model_len"] = min(config.max_position_embeddings, _CPU_MAX_MODEL_LEN)
-        tokens = given.get("max_model_len", defaults["max_model_len"]) + _CPU_BLOCK
-        defaults["kv_cache_memory_bytes"] = (
-            (spec.max_batch_size + 1) * tokens * kv_bytes_per_token(config, 4)
-        )
+        most = getattr(config, "max_position_embeddings", _CPU_MAX_MODEL_LEN)
+        longest = min(most, _CPU_MAX_MODEL_LEN)
+        asked = given.get("max_model_len") or 0  # -1: as the KV cache allows
+        tokens = (spec.max_batch_size + 1) * ((asked if asked > 0 else longest) + _CPU_BLOCK)
+        room = tokens * kv_bytes_per_token(config, 4)
+        defaults |= {"max_model_len": longest, "kv_cache_memory_bytes": room}
     return {**defaults, **given}
 
 

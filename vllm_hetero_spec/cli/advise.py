@@ -4,7 +4,6 @@
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,19 +27,7 @@ from vllm_hetero_spec.bench.report import acceptance_length, conditions
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.run import ProgressReporter, run_plan
 from vllm_hetero_spec.bench.suite import ALONE, Suite
-from vllm_hetero_spec.bench.tables import (
-    NONE,
-    Column,
-    as_data,
-    meanings,
-    mebibytes,
-    number,
-    percent,
-    print_json,
-    ratio,
-    terminal_table,
-)
-from vllm_hetero_spec.cli import known_drafters
+from vllm_hetero_spec.bench.tables import Column
 from vllm_hetero_spec.cli.options import (
     DEFAULT,
     MODEL,
@@ -50,6 +37,7 @@ from vllm_hetero_spec.cli.options import (
     positive,
     suite_of,
 )
+from vllm_hetero_spec.inputs.known_drafters import KnownDrafter, known_for
 from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import load_prompts
 from vllm_hetero_spec.options import DEFAULT_METHOD, METHODS
@@ -97,15 +85,16 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compare, measure and print; if some drafters fail, print the others and then raise."""
-    given, known = arguments.drafters, None
+    given, public = arguments.drafters, dict[str, Any]()
     if not given:
-        known = known_drafters.known_for(arguments.target, arguments.trust_remote_code)
+        known = known_for(arguments.target, arguments.trust_remote_code)
         given = [each.name for each in known if each.is_local]
+        public = {"known": [each._asdict() | {"is_local": each.is_local} for each in known]}
         if not arguments.json:
-            known_drafters.show(known, Console())
+            _show_known(known, Console())
         if not given:
             if arguments.json:
-                print_json({"target": arguments.target, "known": known_drafters.as_data(known)})
+                tables.print_json({"target": arguments.target, **public})
             return
     suite = suite_of(
         arguments,
@@ -121,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
         engines.check_arguments(suite)
     (target,) = suite.targets
     file = arguments.prompts
-    documents = load_prompts(file, sys.maxsize) if file else documents_of(CALIBRATION_TEXT)
+    documents = load_prompts(file) if file else documents_of(CALIBRATION_TEXT)
     dtype = arguments.speculative_config.get("dtype") or arguments.engine_args.get("dtype")
     dtype = str(dtype or ("auto" if engines.on_gpu() else "float32"))
     sequences = suite.batch_sizes[-1]
@@ -133,12 +122,29 @@ def run(arguments: argparse.Namespace) -> None:
         suite = replace(suite, targets=(replace(target, drafters=apart),))
         measured = _measure(suite, arguments.verbose)
     if arguments.json:
-        found = _as_json(arguments.target, suite, drafters, measured)
-        print_json(found if known is None else found | {"known": known_drafters.as_data(known)})
+        tables.print_json(_as_json(arguments.target, suite, drafters, measured) | public)
     else:
         _show(arguments.target, drafters, measured, Console())
     if measured.failures:
         raise MeasurementError("; ".join(measured.failures))
+
+
+def _show_known(found: Sequence[KnownDrafter], console: Console) -> None:
+    """Print public drafters, with the command that fetches one that is not on this machine."""
+    say = functools.partial(tables.say, console)
+    if not found:
+        say("The target is so small that no known drafter is much faster.")
+        return
+    say("Public drafters, the most promising first (figures of their model cards):", "bold")
+    for each in found:
+        kind = "parallel drafter, " if each.parallel else ""
+        chat = "chat template" if each.chat else "no chat template"
+        say(f"{each.name}: {'on this machine' if each.is_local else 'hf download ' + each.name}")
+        say(
+            f"  {kind}{each.millions:,} M parameters, {each.layers} layers, {each.tokenizer} "
+            f"tokenizer, languages: {each.languages}, {chat}, licence: {each.licence}",
+            "dim",
+        )
 
 
 def _measure(suite: Suite, verbose: bool) -> Measured:
@@ -156,7 +162,7 @@ def _measure(suite: Suite, verbose: bool) -> Measured:
 
 
 def _of_text(
-    name: str, key: str, meaning: str, write: Callable[[float | None], str] = percent
+    name: str, key: str, meaning: str, write: Callable[[float | None], str] = tables.percent
 ) -> Column[DrafterFacts]:
     return Column(name, lambda facts: write(getattr(facts.statistics, key)), meaning)
 
@@ -167,15 +173,15 @@ _TOKENIZERS: tuple[Column[DrafterFacts], ...] = (
     _of_text("omega_K", "omega_k", "target tokens that some drafter token begins"),
     _of_text("target spans", "target_straddle", "target tokens with a drafter boundary inside"),
     _of_text("drafter spans", "drafter_straddle", "the reverse"),
-    _of_text("tokens", "tokens_ratio", "of the drafter for each target's", number),
+    _of_text("tokens", "tokens_ratio", "of the drafter for each target's", tables.number),
 )
 _LOADS: tuple[Column[Row], ...] = (
     Column("temp.", lambda row: f"{row.cell.temperature:g}"),
     Column("batch", lambda row: str(row.cell.batch_size)),
     Column("drafter", lambda row: engine_name(row.cell.engine)),
-    Column("tok/s", lambda row: number(row.figures.tokens_per_second.median, 1)),
+    Column("tok/s", lambda row: tables.number(row.figures.tokens_per_second.median, 1)),
     Column("acceptance", acceptance_length),
-    Column("speedup", lambda row: ratio(row.speedup)),
+    Column("speedup", lambda row: tables.ratio(row.speedup)),
 )
 _LOADS_NOTE = (
     "tok/s and speedup are medians over rounds of the whole load, prompts included; a speedup is "
@@ -190,8 +196,8 @@ def _show(
     say = functools.partial(tables.say, console)
     say(f"target   {target}")
     known = [facts for facts in drafters if facts.statistics is not None]
-    console.print(terminal_table(_TOKENIZERS, known, "tokenizers on the text"))
-    say(meanings(_TOKENIZERS), "dim")
+    console.print(tables.terminal_table(_TOKENIZERS, known, "tokenizers on the text"))
+    say(tables.meanings(_TOKENIZERS), "dim")
     for facts in drafters:
         if facts.statistics is not None:
             say(f"{facts.drafter.name}: {_memory_and_method(facts)}.")
@@ -199,7 +205,7 @@ def _show(
             say(f"{facts.drafter.name}: {facts.not_measured}", "yellow")
     if not measured.rows:
         return
-    console.print(terminal_table(_LOADS, measured.rows, "loads"))
+    console.print(tables.terminal_table(_LOADS, measured.rows, "loads"))
     for note in (_LOADS_NOTE, *measured.notes):
         say(note, "dim")
     for failure in measured.failures:
@@ -213,7 +219,7 @@ def _show(
     if not ranking:
         return
     lines = [
-        (str(place), engine_name(each.engine), ratio(each.speedup), measured.verdict(each))
+        (str(place), engine_name(each.engine), tables.ratio(each.speedup), measured.verdict(each))
         for place, each in enumerate(ranking, 1)
     ]
     title = "ranking, by the geometric mean over the loads"
@@ -229,12 +235,13 @@ def _show(
 
 def _memory_and_method(facts: DrafterFacts) -> str:
     memory, suggested = facts.memory, facts.suggested
-    if memory is None or suggested is None:
-        return NONE
+    assert memory is not None  # it is known where the statistics are
+    assert suggested is not None
+    weights, kv = map(tables.mebibytes, (memory.weight_bytes, memory.kv_bytes))
     return (
-        f"{mebibytes(memory.weight_bytes)} MiB of weights, {mebibytes(memory.kv_bytes)} MiB of KV "
-        f"for batch {memory.sequences} of {memory.tokens:,} tokens; the tokenizers suggest "
-        f"{suggested.method} for sampled requests ({suggested.reason})"
+        f"{weights} MiB of weights, {kv} MiB of KV for batch {memory.sequences} of "
+        f"{memory.tokens:,} tokens; the tokenizers suggest {suggested.method} for sampled requests "
+        f"({suggested.reason})"
     )
 
 
@@ -262,11 +269,10 @@ def _as_json(
 ) -> dict[str, Any]:
     """JSON output; times in seconds, shares between 0 and 1."""
     (target,) = suite.targets
-    widened = widened_columns(target.model)
     alone = [row for row in measured.rows if row.cell.engine.drafter is None]
     return {
         "target": name,
-        "target_zero_mlp_columns": widened[0] if widened else 0,
+        "target_zero_mlp_columns": (widened_columns(target.model) or (0, 0))[0],
         "load": {
             "prompts": len(suite.prompts[target.name][PROMPTS]),
             "max_tokens": suite.max_tokens,
@@ -304,12 +310,12 @@ def _drafter(facts: DrafterFacts) -> dict[str, Any]:
         return data
     return data | {
         "statistics": {
-            **as_data(facts.statistics),
+            **tables.as_data(facts.statistics),
             "drafter_tokens_per_target_token": facts.statistics.tokens_ratio,
             "shared_tokens": facts.shared_tokens,
         },
         "suggested_method": facts.suggested,
-        "memory": {**as_data(facts.memory), "kv_bytes": facts.memory.kv_bytes},
+        "memory": {**tables.as_data(facts.memory), "kv_bytes": facts.memory.kv_bytes},
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_hetero_spec.bench import engines
+from vllm_hetero_spec.bench import engines, tables
 from vllm_hetero_spec.bench.figures import Row, rows_of
 from vllm_hetero_spec.bench.load import MeasurementError
 from vllm_hetero_spec.bench.plan import Measurement, make_plan
@@ -18,16 +18,7 @@ from vllm_hetero_spec.bench.report import COUNTS, TIMES, acceptance_length, runn
 from vllm_hetero_spec.bench.results import Results
 from vllm_hetero_spec.bench.run import ProgressReporter, run_plan
 from vllm_hetero_spec.bench.suite import Target
-from vllm_hetero_spec.bench.tables import (
-    NONE,
-    Column,
-    count,
-    number,
-    print_json,
-    say,
-    side_by_side,
-    widened,
-)
+from vllm_hetero_spec.bench.tables import Column
 from vllm_hetero_spec.cli.options import DEFAULT, MODEL, PROMPTS, add_load, positive, suite_of
 from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.model_folder import widened_columns
@@ -87,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     run_plan(plan, suite, results, start, _Reporter(Console(stderr=True)))
     alone, drafted = rows_of(results.contents)
     if arguments.json:
-        print_json(_as_json(target, alone, drafted))
+        tables.print_json(_as_json(target, alone, drafted))
         return
     texts = {
         each.run.cell: [trace.text for trace in each.sample.traces]
@@ -112,13 +103,12 @@ class _Reporter(ProgressReporter):
 
 def _as_json(target: Target, alone: Row, drafted: Row) -> dict[str, Any]:
     """JSON output with figures as in the summary of `bench`; times in seconds."""
-    widening = widened_columns(target.model)
     assert drafted.speedup is not None
     return {
         "target": target.model,
         "drafter": target.drafters[0].model,
         "method": drafted.cell.engine.method,
-        "target_zero_mlp_columns": widening[0] if widening else 0,
+        "target_zero_mlp_columns": (widened_columns(target.model) or (0, 0))[0],
         "prompts": alone.figures.requests,
         "identical": drafted.identical[0] if drafted.identical else None,
         "speedup": drafted.speedup.median,
@@ -135,7 +125,7 @@ def _show(
     notes: list[str],
 ) -> None:
     """Print samples (prompt, completion alone, with the drafter), the table, and its notes."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     coarse = drafted.figures.dtype in _COARSE
     for prompt, own, other in texts:
         console.rule("a prompt's end and its completion", align="left")
@@ -146,20 +136,21 @@ def _show(
             console.print(f"[{colour}]the target alone wrote:[/]")
             console.print(escape(_cut(own)))
     console.rule()
-    say(console, f"target   {target.model}")
-    say(console, f"drafter  {target.drafters[0].model}")
+    tables.say(console, f"target   {target.model}")
+    tables.say(console, f"drafter  {target.drafters[0].model}")
     if widening := widened_columns(target.model):
-        console.print(widened("the target", widening))
-    console.print(side_by_side(_COLUMNS, {"target alone": alone, "with the drafter": drafted}))
+        console.print(tables.widened("the target", widening))
+    both = {"target alone": alone, "with the drafter": drafted}
+    console.print(tables.side_by_side(_COLUMNS, both))
     if coarse and drafted.identical and drafted.identical[0] < drafted.identical[1]:
         notes = [*notes, _TIES.format(dtype=drafted.figures.dtype)]
     for note in notes:
-        say(console, note)
+        tables.say(console, note)
 
 
 def _verdict(row: Row) -> str:
     if row.cell.engine.drafter is None:
-        return NONE
+        return tables.NONE
     if row.identical is None:
         return "not compared (sampled)"
     same, every = row.identical
@@ -168,14 +159,14 @@ def _verdict(row: Row) -> str:
 
 _COLUMNS: tuple[Column[Row], ...] = (
     Column("token-identical", _verdict),
-    Column("tokens generated", lambda row: count(row.figures.tokens)),
+    Column("tokens generated", lambda row: tables.count(row.figures.tokens)),
     *TIMES,
     Column(
         "acceptance length",
         lambda row: acceptance_length(row) if row.figures.drafts else "no drafts",
     ),
     *COUNTS,
-    Column("time in all (s)", lambda row: number(row.figures.seconds)),
+    Column("time in all (s)", lambda row: tables.number(row.figures.seconds)),
 )
 
 

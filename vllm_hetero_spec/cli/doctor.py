@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check and print; raise Unsound if a check failed."""
-    console = Console()
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     if arguments.ray is not None:
         _run_nodes(console, arguments.ray or None, as_json=arguments.json)
         return
@@ -69,9 +69,9 @@ def _run_wheel(console: Console, wheel: Path, *, as_json: bool) -> None:
         print_json({"good": not found, "vllm": version, "changes": rows})
     else:
         for (why, symptom), symbols in groups.items():
-            lines = (f"[red]BAD [/] {escape(why)}", f"     symptom: {escape(symptom)}")
-            for line in (*lines, *(f"     {escape(symbol)}" for symbol in symbols)):
-                console.print(line, highlight=False, soft_wrap=True)
+            console.print(f"[red]BAD [/] {escape(why)}")
+            for line in (f"symptom: {symptom}", *symbols):
+                console.print(f"     {escape(line)}")
         used = sum(seam.release in ("", series) for seam in LEDGER)
         gone = len({change.seam for change in found})
         say(console, f"vLLM {version}: {gone} of {used} symbols in use are gone or changed")
@@ -91,16 +91,15 @@ def _run_nodes(console: Console, drafter: str | None, *, as_json: bool) -> None:
             for name, node in nodes.items()
             if not isinstance(node, str)
         ]
-        console.print(drawn(("node", *columns), answers))
+        console.print(drawn(("node", *columns), answers), soft_wrap=False)
         for sentence in said:
-            console.print(f"[red]BAD [/] {escape(sentence)}", highlight=False, soft_wrap=True)
+            console.print(f"[red]BAD [/] {escape(sentence)}")
     if said:
         raise Unsound
 
 
 def _show(console: Console, finding: Finding) -> None:
     mark = "[green]ok  [/]" if finding.good else "[red]BAD [/]"
-    line = f"{mark} {finding.check:15} {escape(finding.found)}"
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"{mark} {finding.check:15} {escape(finding.found)}")
     if not finding.good and finding.fix:
-        console.print(f"     fix: {escape(finding.fix)}", highlight=False, soft_wrap=True)
+        console.print(f"     fix: {escape(finding.fix)}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_hetero_spec import __version__
 from vllm_hetero_spec.bench.load import Load, MeasurementError
-from vllm_hetero_spec.engine.compat.releases import INSTALL
+from vllm_hetero_spec.engine.compat import releases
 from vllm_hetero_spec.errors import ConfigError, first_line, one_line
 from vllm_hetero_spec.machine import gpus
 from vllm_hetero_spec.options import METHODS
@@ -50,7 +50,7 @@ class _Fault(Exception):
 def examine(*, run: bool = True) -> Iterator[Finding]:
     """Run all checks in order; exceptions become findings. `run` adds a tiny pair of models."""
     if importlib.util.find_spec("vllm") is None:
-        yield Finding("vLLM", False, "not installed", INSTALL)
+        yield Finding("vLLM", False, "not installed", releases.INSTALL)
         return
     checks: list[tuple[str, Callable[[], str]]] = [
         ("versions", _versions),
@@ -87,13 +87,11 @@ def _versions() -> str:
 def _release() -> str:
     from vllm.version import __version__ as version
 
-    from vllm_hetero_spec.engine.compat.releases import SERIES, installed
-
     try:
-        installed()
+        releases.installed()
     except ConfigError as error:
         raise _Fault(str(version), str(error)) from error
-    return f"{version} (supported: {SERIES})"
+    return f"{version} (supported: {releases.SERIES})"
 
 
 def _platform() -> str:
@@ -153,9 +151,7 @@ def _compiler() -> str:
 
 
 def _runner() -> str:
-    from vllm_hetero_spec.engine.compat.releases import model_runner
-
-    return "{} ({})".format(*model_runner())
+    return "{} ({})".format(*releases.model_runner())
 
 
 def _plugin() -> str:
@@ -202,13 +198,14 @@ def _ledger() -> str:
 
     from vllm_hetero_spec.engine.compat.ledger import LEDGER, changes
 
-    series = ".".join(version.split(".")[:2])
+    series = "{}.{}".format(*releases.series_of(version, version))
     if faults := list(map(str, changes(Path(vllm.__file__).parent, series))):
         raise _Fault(
             "; ".join(faults[:3]) + ("; ..." if len(faults) > 3 else ""),
             "this vLLM was changed: install an unmodified supported release",
         )
-    return f"all {len(LEDGER)} symbols in use are there"
+    used = sum(seam.release in ("", series) for seam in LEDGER)
+    return f"all {used} symbols in use are there"
 
 
 def _serve() -> str:

@@ -3,7 +3,6 @@
 
 import argparse
 import gc
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -77,8 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
             configs = {role: _config(name, trust) for role, name in pair.items()}
             for role, config in configs.items():
                 found[role]["output_rows"] = getattr(config, "vocab_size", None)
-            drafter = configs["drafter"]
-            found["drafter"]["mask_token"] = None if drafter is None else mask_token(drafter)
+            found["drafter"]["mask_token"] = mask_token(configs["drafter"])
     finally:
         if collects:
             gc.enable()
@@ -102,17 +100,14 @@ def _documents(file: Path | None) -> list[str]:
     if file is None:
         return documents_of(CALIBRATION_TEXT)
     if file.suffix == ".jsonl":
-        documents = load_prompts(file, sys.maxsize)
+        documents = load_prompts(file)
     else:
         try:
             documents = documents_of(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the text in {file}: {error}.") from error
-    text = "".join(documents)
-    if not text.strip():
+    if not "".join(documents).strip():
         raise ConfigError(f"the text in {file} is empty.")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConfigError(f"the text in {file} holds half a surrogate pair; it must be Unicode.")
     return documents
 
 

@@ -17,11 +17,7 @@ _SECONDS = 300  # limit for the answers of all nodes
 
 
 def join_cluster() -> Any:
-    """Connect to the cluster that RAY_ADDRESS names, or to the one on this machine.
-
-    Raises:
-        ConfigError: Ray is not installed, or there is no cluster.
-    """
+    """Connect to the cluster that RAY_ADDRESS names, or to this machine's; or raise ConfigError."""
     try:
         import ray
     except ImportError as error:

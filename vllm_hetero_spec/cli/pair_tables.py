@@ -49,7 +49,7 @@ def show(found: Findings, opened: Opened, console: Console) -> None:
     console.print(side_by_side(_ON_TEXT, sides, title))
     console.print(_shares(found["pair"]))
     for line in (*_bridge(found["bridge"]), *_draft_model(found)):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, emoji=False)
     control = list(_control(found["bridge"]["control_tokens"], opened))
     console.print(drawn(("token", "becomes"), control, "target's control tokens for the drafter"))
     for name, methods in found["methods"].items():

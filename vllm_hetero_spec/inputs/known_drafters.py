@@ -4,28 +4,21 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vllm_hetero_spec.inputs.weights import local_folder
+from vllm_hetero_spec.inputs.model_folder import text_config
+from vllm_hetero_spec.inputs.weights import local_folder, weight_bytes
 
 
 class KnownDrafter(NamedTuple):
-    """A public drafter.
-
-    Attributes:
-        name: Hugging Face name.
-        millions: Parameters in millions, embeddings included.
-        tokenizer: Family of its tokenizer.
-        chat: True if it has a chat template.
-        parallel: True if it writes a draft in one forward.
-    """
+    """A public drafter, by its Hugging Face name."""
 
     name: str
-    millions: int
+    millions: int  # of parameters, embeddings included
     layers: int
-    tokenizer: str
+    tokenizer: str  # its family
     licence: str
     languages: str
-    chat: bool = True
-    parallel: bool = False
+    chat: bool = True  # it has a chat template
+    parallel: bool = False  # it writes a draft in one forward
 
     @property
     def is_local(self) -> bool:
@@ -51,6 +44,15 @@ KNOWN = (
 _FAMILIES = (("qwen", _QWEN), ("gemma3", _GEMMA))
 _LLAMA_3_IDS = 128_256
 _LARGEST_SHARE = 0.34  # of the target's parameters; a larger drafter takes too long per token
+_BYTES = 2  # per parameter, so that bytes of weights give a number of parameters
+
+
+def known_for(target: str, trust_remote_code: bool) -> Sequence[KnownDrafter]:
+    """Return the public drafters for a target; ConfigError if its files cannot be read."""
+    config = text_config(target, trust_remote_code)
+    folder = local_folder(target)
+    size = None if folder is None else weight_bytes(folder, _BYTES)
+    return ranked(family_of(config), None if size is None else size / _BYTES / 1e6)
 
 
 def family_of(config: Any) -> str | None:
@@ -65,12 +67,8 @@ def ranked(family: str | None, millions: float | None) -> Sequence[KnownDrafter]
     """Return the known drafters for a target, the most promising first.
 
     Parallel ones take one forward per draft. Those with the target's own tokenizer lose nothing in
-    translation. Smaller ones cost less.
-
-    Args:
-        family: Tokenizer family of the target; None if unknown.
-        millions: Its parameters in millions. Drafters too large for it are left out; None keeps
-            all.
+    translation. Smaller ones cost less. Those too large for a target of so many `millions` of
+    parameters are left out; None keeps all.
     """
     most = float("inf") if millions is None else _LARGEST_SHARE * millions
     small = [each for each in KNOWN if each.millions <= most]

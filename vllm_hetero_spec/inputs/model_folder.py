@@ -9,11 +9,7 @@ from vllm_hetero_spec.inputs.weights import NO_GGUF, only_gguf, tensors_of
 
 
 def check_model(name: str, role: str) -> str:
-    """Return the name of a model. In the path of a folder, `~` is expanded.
-
-    Raises:
-        ConfigError: The name can only be a folder, and it contains no model.
-    """
+    """Return a model's name, `~` expanded; ConfigError for a folder that contains no model."""
     folder = Path(name).expanduser()
     if any((folder / config).is_file() for config in ("config.json", "params.json")):
         return str(folder)
@@ -59,11 +55,7 @@ def mask_token(config: Any) -> int | None:
 
 
 def kv_bytes_per_token(config: Any, element: int) -> int:
-    """Return the bytes of one token's keys and values, for numbers of `element` bytes.
-
-    Raises:
-        ConfigError: The model has no attention.
-    """
+    """Return bytes of a token's keys and values, each of `element`; ConfigError if unknown."""
     try:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = (

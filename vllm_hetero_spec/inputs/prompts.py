@@ -2,6 +2,7 @@
 """Prompts for measurements, from a JSONL file or built in."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ BUILT_IN = (
 )
 
 
-def load_prompts(file: Path | None, count: int) -> list[str]:
-    """Return at most `count` prompts: values of "prompt" in a JSONL file, or built-in ones.
+def load_prompts(file: Path | None, count: int | None = None) -> list[str]:
+    """Return the first `count` prompts: values of "prompt" in a JSONL file, or built-in ones.
 
     Raises:
-        ConfigError: The file cannot be read, or a line has no such value.
+        ConfigError: The file cannot be read, or a line has no such value, or it is not Unicode.
     """
     if file is None:
         return list(BUILT_IN[:count])
@@ -32,6 +33,10 @@ def load_prompts(file: Path | None, count: int) -> list[str]:
     for number, row in rows:
         if not isinstance(row.get("prompt"), str):
             raise ConfigError(f'{file}, line {number} has no text under "prompt".')
+        if re.search("[\ud800-\udfff]", row["prompt"]):
+            raise ConfigError(
+                f"the text in {file} holds half a surrogate pair; it must be Unicode."
+            )
     if not rows:
         raise ConfigError(f"{file} contains no prompts.")
     return [row["prompt"] for _, row in rows[:count]]

@@ -125,7 +125,7 @@ def weight_bytes(folder: Path, element: int) -> int | None:
         begin, end = tensor["data_offsets"]
         converted = tensor["dtype"] in _FLOATS
         total += math.prod(tensor["shape"]) * element if converted else end - begin
-    return total
+    return total or None
 
 
 def fetch_weights(name: str, engine: Mapping[str, Any]) -> None:
