@@ -146,6 +146,19 @@ def test_weights_are_read_as_the_targets(demo_pair: Path, load_format: str) -> N
     assert found.model_loader_extra_config == {"concurrency": 4}
 
 
+@pytest.mark.parametrize("load_format", ["fastsafetensors", "instanttensor", "runai_streamer"])
+def test_one_rank_reads_weights_alone(demo_pair: Path, load_format: str) -> None:
+    """These formats let all ranks read together, and would wait for ranks without a drafter."""
+    target = target_config(demo_pair)
+    extra = {"distributed": True}
+    target.load_config = LoadConfig(load_format, model_loader_extra_config=extra)
+    found = drafter_config(target, options(demo_pair)).load_config
+    streams = load_format == "runai_streamer"
+    assert found.load_format == (load_format if streams else "auto")
+    assert found.model_loader_extra_config == {}
+    assert target.load_config.model_loader_extra_config == extra
+
+
 def test_own_attention_and_kv(demo_pair: Path) -> None:
     chosen = options(demo_pair, attention_backend="TRITON_ATTN", kv_cache_dtype="fp8")
     target = target_config(demo_pair)

@@ -36,6 +36,8 @@ _FORMATS_OF_FILES = {
     *("hf", "ipc_cache", "mistral", "npcache", "pt", "runai_streamer_sharded"),
     *("safetensors", "sharded_state", "tensorizer"),
 }
+# Load formats in which all ranks read together. Often one rank alone has the drafter.
+_FORMATS_OF_ALL_RANKS = {"fastsafetensors", "instanttensor"}
 
 
 class DraftingMode(NamedTuple):
@@ -172,9 +174,13 @@ def _window(model: ModelConfig) -> int | None:
 def _load_config(target: LoadConfig) -> LoadConfig:
     """Copy the target's load configuration, without settings that depend on its files."""
     found = copy.deepcopy(target)
-    if found.load_format in _FORMATS_OF_FILES:
+    if found.load_format in _FORMATS_OF_FILES | _FORMATS_OF_ALL_RANKS:
         found.load_format = "auto"
         found.model_loader_extra_config = {}
+    # "distributed" is an option of runai_streamer, which also reads from object stores.
+    extra = found.model_loader_extra_config
+    if isinstance(extra, dict):
+        found.model_loader_extra_config = {k: v for k, v in extra.items() if k != "distributed"}
     return found
 
 
