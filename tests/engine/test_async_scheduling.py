@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous scheduling: the data that the scheduler receives, and when it is enabled."""
 
+import inspect
 import logging
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
 from vllm_hetero_spec.engine.seam.async_scheduling import AsyncStepInfo, buckets, buckets_of
+from vllm_hetero_spec.engine.seam.spec_config import install_hooks
 from vllm_hetero_spec.engine.trees import scratch
 from vllm_hetero_spec.errors import ConfigError
 
@@ -168,11 +170,18 @@ def test_graphs_of_all_tiers_are_captured(
     assert captured([(1, 1, 4), (2, 64, 1)]) == ({4} if batch == 1 else {4, 1})
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("longest", [3, 5])
 @pytest.mark.parametrize("most", [16, 64, 256])
-def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most: int) -> None:
-    """Without the patch, vLLM's dispatch finds no full graph for some batches."""
-    named = buckets(longest, longest)
+def test_every_batch_of_a_tier_has_a_full_graph(
+    device: None, longest: int, most: int, waits: bool
+) -> None:
+    """Without the patch, vLLM's dispatch finds no full graph for some batches.
+
+    With synchronous scheduling (`waits`), it has none for steps without drafts.
+    """
+    named = [0, longest] if waits else buckets(longest, longest)
+    schedule = None if waits else async_scheduling._schedule(named)
     sizes = {
         1,
         2,
@@ -185,8 +194,11 @@ def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most
         manager: Any = object.__new__(CudaGraphManager)
         spec = SimpleNamespace(
             hetero=HETERO,
-            num_speculative_tokens_per_batch_size=async_scheduling._schedule(named),
-            uses_dynamic_speculative_decoding=lambda: True,
+            num_speculative_tokens=longest,
+            num_speculative_tokens_per_batch_size=schedule,
+        )
+        spec.uses_dynamic_speculative_decoding = lambda: bool(
+            spec.num_speculative_tokens_per_batch_size
         )
         vars(manager).update(
             vllm_config=SimpleNamespace(
@@ -212,7 +224,8 @@ def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most
         with pytest.MonkeyPatch.context() as patch:
             lookup = partial(async_scheduling._lookup, build_dynamic_sd_schedule_lookup)
             patch.setattr(cudagraph_utils, NAME, lookup)
-            init(CudaGraphManager._init_candidates, manager)
+            init(inspect.unwrap(CudaGraphManager._init_candidates), manager)
+        assert spec.num_speculative_tokens_per_batch_size == schedule
         missed = []
         for bucket in named:
             for batch in range(1, min(most, 240 // (1 + bucket)) + 1):
@@ -228,6 +241,12 @@ def test_every_batch_of_a_tier_has_a_full_graph(device: None, longest: int, most
 
     assert without(lambda original, manager: original(manager))
     assert not without(async_scheduling._init_candidates)
+
+
+def test_stages_without_a_drafter_have_the_same_graphs() -> None:
+    """All stages of a pipeline pass rows on, and unpickle the configuration."""
+    install_hooks()
+    assert patching.standing(CudaGraphManager, "_init_candidates") == "nearest graphs"
 
 
 def test_other_drafters_are_left_alone(device: None) -> None:

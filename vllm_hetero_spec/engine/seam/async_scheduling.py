@@ -70,7 +70,9 @@ def buckets_of(config: "VllmConfig") -> list[int]:
 
 
 def install(reserve_rows: Callable[["VllmConfig"], None]) -> None:
-    """Install the hooks in a process that builds configurations or schedules. Idempotent.
+    """Install the hooks in a process of an engine. Idempotent; inert for other drafters.
+
+    All pipeline stages have to choose the same CUDA graphs, also those that do not draft.
 
     `reserve_rows` sets the `num_speculative_tokens` of a configuration of ours to the rows of its
     longest draft.
@@ -78,7 +80,9 @@ def install(reserve_rows: Callable[["VllmConfig"], None]) -> None:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+    from vllm.v1.worker.gpu import cudagraph_utils
 
+    capture_all_tiers(cudagraph_utils)
     patching.wrap(VllmConfig, "__post_init__", "asynchronous", partial(_post_init, reserve_rows))
     patching.add(AsyncScheduler, "update_from_output", update_from_output)
     patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
@@ -162,11 +166,22 @@ def _lookup(original: patching.Function, schedule: Any, *args: Any, **kwargs: An
 def _init_candidates(original: patching.Function, self: "CudaGraphManager") -> None:
     """Offer every batch the smallest sufficient graph of each bucket.
 
-    vLLM only offers graphs of the next captured size, which may all belong to another bucket.
+    vLLM only offers graphs of the next captured size, which may all belong to another bucket. With
+    synchronous scheduling it captures full graphs for whole drafts alone, so steps without drafts
+    would be slower than without speculation. The buckets are then 0 and the longest draft.
     """
-    original(self)
-    if not hasattr(self.vllm_config.speculative_config, "hetero"):
+    spec = self.vllm_config.speculative_config
+    if not hasattr(spec, "hetero"):
+        original(self)
         return
+    schedule = spec.num_speculative_tokens_per_batch_size
+    try:
+        spec.num_speculative_tokens_per_batch_size = schedule or _schedule(
+            [0, spec.num_speculative_tokens]
+        )
+        original(self)
+    finally:
+        spec.num_speculative_tokens_per_batch_size = schedule
     full = [graph for graphs in self._capture_descs.values() for graph in graphs]
     full = sorted((g for g in full if g.uniform_token_count), key=lambda g: g.num_tokens)
     for (tokens, adapters), offered in self._candidates.items():

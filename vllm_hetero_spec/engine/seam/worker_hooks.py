@@ -137,17 +137,14 @@ def _hook_v1() -> type:
 
 
 def _hook_v2() -> type:
-    from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from vllm_hetero_spec.engine.seam import async_scheduling
     from vllm_hetero_spec.engine.trees import attention_v2
 
     patching.wrap(GPUModelRunner, "load_model", "load drafter", _load_v2)
     patching.wrap(GPUModelRunner, "execute_model", "step", _execute_v2)
     patching.wrap(GPUModelRunner, "gather_batch_req_state", "trees", _gather_v2)
     attention_v2.install()
-    async_scheduling.capture_all_tiers(cudagraph_utils)
     return GPUModelRunner
 
 
