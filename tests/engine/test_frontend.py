@@ -264,6 +264,10 @@ def test_bad_settings_fail_before_anything_loads(make, demo_pair: Path, tmp_path
         setattr(parallel, key, value)
         with pytest.raises(ConfigError, match=rf"^{key}.* is not supported with .*\.$"):
             make(slem(drafter)).create_speculative_config(config.model_config, parallel)
+    target = copy.copy(config.model_config)
+    target.model_arch_config = SimpleNamespace(architectures=["LongcatFlashNgramForCausalLM"])
+    with pytest.raises(ConfigError, match="LongcatFlashNgramForCausalLM targets are not"):
+        make(slem(drafter)).create_speculative_config(target, config.parallel_config)
     parallel = copy.copy(config.parallel_config)
     parallel.distributed_executor_backend = "external_launcher"
     assert make(slem(drafter)).create_speculative_config(config.model_config, parallel)

@@ -50,6 +50,7 @@ def config_of(nodes: int = 8, lookahead: int = 5, **changes: Any) -> Any:
             rswa_window=None,
             is_hybrid=False,
             is_attention_free=False,
+            is_moe=True,
             logits_processors=None,
         ),
         "parallel_config": SimpleNamespace(

@@ -151,6 +151,12 @@ def _build(
                 f"{key}={getattr(parallel, key)} is not supported with {' / '.join(METHODS)}: the "
                 "drafter's KV is not split over ranks; leave it out, or serve without speculation."
             )
+    if "LongcatFlashNgramForCausalLM" in target.architectures:
+        # Its embeddings depend on all rows of the last steps, and keep those of rejected drafts.
+        raise ConfigError(
+            f"LongcatFlashNgramForCausalLM targets are not supported with {' / '.join(METHODS)}: "
+            "vLLM does not undo their state after rejected drafts; serve without speculation."
+        )
     from vllm_hetero_spec.engine.metrics import transport as metrics
     from vllm_hetero_spec.engine.seam import request_params
     from vllm_hetero_spec.engine.seam.drafter_model import drafter_model_config, parallel_mask

@@ -60,7 +60,8 @@ def why_not(config: "VllmConfig") -> str:
     wanted = scheduler.max_num_seqs * rows
     reasons = {
         "the target is in pipeline stages": parallel.pipeline_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        # Otherwise the engines are independent.
+        "data parallelism with experts": parallel.data_parallel_size > 1 and model.is_moe,
         "microbatches": parallel.use_ubatching,
         "the scheduler class is not derived from vLLM's": not issubclass(
             scheduler.get_scheduler_cls(), Scheduler
