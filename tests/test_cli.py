@@ -20,6 +20,7 @@ from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.cli import compare, doctor
 from vllm_hetero_spec.cli.main import main
 from vllm_hetero_spec.inputs.model_folder import widened_columns
+from vllm_hetero_spec.errors import ConfigError
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
 
 Out = pytest.CaptureFixture[str]
@@ -187,6 +188,9 @@ def test_prompts_of_a_file_and_built_in(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a\\nb"}\n\n{"prompt": "c", "id": 1}\n{"prompt": "d"}\n')
     assert load_prompts(file, 2) == ["a\nb", "c"]
     assert load_prompts(None, 3) == list(BUILT_IN[:3])
+    file.write_text('{"prompt": "\\ud83d"}\n')
+    with pytest.raises(ConfigError, match="half a surrogate pair"):
+        load_prompts(file)
 
 
 def test_prompts_keep_other_line_separators(tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ def test_consolidated_weights_are_not_counted_twice(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, 4) == 60
     save_file(tensors, tmp_path / "model-00001-of-00001.safetensors")
     assert weight_bytes(tmp_path, 4) == 60
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    save_file({}, tmp_path / "consolidated.safetensors")
+    assert weight_bytes(tmp_path, 4) is None
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1379672\n"

@@ -284,6 +284,18 @@ def test_hugging_face_gets_the_engine_arguments(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_a_number_of_nodes_may_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[vllm_engine.EngineSpec] = []
+    monkeypatch.setattr(vllm_engine, "VllmEngine", lambda spec, verbose: specs.append(spec))
+    (target,) = FAKE_SUITE.targets
+    drafter = dataclasses.replace(target.drafters[0], speculative={"tree_nodes": "8"})
+    suite = dataclasses.replace(
+        FAKE_SUITE, targets=(dataclasses.replace(target, drafters=(drafter,)),)
+    )
+    engines.start(EngineId("big", "slem", "small", 3), suite, 1)
+    assert [spec.max_batch_size for spec in specs] == [9 * max(FAKE_SUITE.batch_sizes)]
+
+
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_too_little_shared_memory_has_a_remedy(
     monkeypatch: pytest.MonkeyPatch, at_once: int

@@ -72,6 +72,14 @@ def test_tables_on_a_terminal() -> None:
     assert drawn(side_by_side(COLUMNS, {"two": ROWS[1]})) == [["", "two"], ["name", "c"]]
 
 
+def test_text_is_printed_as_it_is() -> None:
+    """Neither as an emoji nor as markup, and a backslash at the end stays one."""
+    text, output = "x[start:end:2] [bold] \\", io.StringIO()
+    tables.say(Console(file=output), text)
+    assert output.getvalue() == f"{text}\n"
+    assert drawn(tables.drawn(["a", "b"], [["x", "\\"]])) == [["a", "b"], ["x", "\\"]]
+
+
 def test_meanings_are_of_the_columns_that_have_one() -> None:
     assert meanings(COLUMNS) == "height (m): without shoes."
 

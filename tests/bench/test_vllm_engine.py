@@ -188,6 +188,17 @@ def test_on_a_gpu_requests_are_as_long_as_fits(monkeypatch: pytest.MonkeyPatch) 
     assert vllm_engine._engine_arguments(given)["max_model_len"] == 64
 
 
+@pytest.mark.parametrize("given", [{"max_model_len": -1}, {"max_model_len": None}, {}])
+def test_on_a_cpu_the_cache_holds_requests_of_usual_length(
+    demo_pair: Path, given: dict[str, Any]
+) -> None:
+    def room(engine: dict[str, Any]) -> int:
+        spec = EngineSpec(str(demo_pair / "target"), engine=engine)
+        return int(vllm_engine._engine_arguments(spec)["kv_cache_memory_bytes"])
+
+    assert room(given) == room({}) > room({"max_model_len": 64})
+
+
 @pytest.mark.full
 @pytest.mark.engine
 def test_models_that_vllm_refuses(tmp_path: Path, demo_pair: Path) -> None:
