@@ -19,8 +19,8 @@ from vllm_hetero_spec.bench import engines
 from vllm_hetero_spec.bench.load import MeasurementError, Sample, Trace
 from vllm_hetero_spec.cli import compare, doctor
 from vllm_hetero_spec.cli.main import main
-from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.errors import ConfigError
+from vllm_hetero_spec.inputs.model_folder import widened_columns
 from vllm_hetero_spec.inputs.prompts import BUILT_IN, load_prompts
 
 Out = pytest.CaptureFixture[str]
