@@ -125,6 +125,10 @@ class PickBuffers:
         """Replace the ids of rows `index`, int64 [n], in a step."""
         self._ids[step].index_copy_(0, index, ids.to(torch.int32))
 
+    def lead(self, step: int, ids: torch.Tensor) -> None:
+        """Replace the ids of the first n rows, int64 [n], in a step."""
+        self._ids[step, : len(ids)].copy_(ids)
+
     def trust(self, step: int, index: torch.Tensor, confidences: torch.Tensor) -> None:
         """Replace the confidences of rows `index`, int64 [n], in a step by float32 [n]."""
         self._peaks[step].index_copy_(0, index, confidences)
@@ -155,6 +159,7 @@ class RowPickers:
         owners = enumerate(plan.forks[0].tolist(), plan.count)
         forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
         self.forked = [at for at, _ in forked]
+        self._leading = not self.forked and self.drawn == list(range(len(self.drawn)))
         self.draws: BatchSampler | None = None
         if self.drawn:
             assert rules.sampling is not None
@@ -192,7 +197,10 @@ class RowPickers:
             picked.overrule(step, index, self._own, len(rows))
         if self.draws is not None and (drawn := self._num_drawn(step)):
             index = self.draws.index[:drawn]
-            picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
+            if self._leading:  # as in most rounds
+                picked.lead(step, self.draws.draw(logits[:drawn]))
+            else:
+                picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
