@@ -122,7 +122,7 @@ class PickBuffers:
         self.kept[step].index_copy_(1, index, other.kept[0, :, :count])
 
     def put(self, step: int, index: torch.Tensor, ids: torch.Tensor) -> None:
-        """Replace the ids of rows `index`, int64 [n], in a step."""
+        """Replace the ids of rows `index`, int64 [n], in a step by int32 or int64 [n]."""
         self._ids[step].index_copy_(0, index, ids.to(torch.int32))
 
     def lead(self, step: int, ids: torch.Tensor) -> None:
