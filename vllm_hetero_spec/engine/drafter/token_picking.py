@@ -18,7 +18,7 @@ from vllm_hetero_spec.draft.penalties import PenalizedRow, Penalties
 from vllm_hetero_spec.draft.sampling import Arrivals, BatchSampler, SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, TopCandidates
-from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.fast_argmax import fast_max
 from vllm_hetero_spec.staging import Send
 
 _FIRST_BESIDE = 3  # index of the first top candidate in axis 1 of `PickBuffers.packet`
@@ -79,8 +79,7 @@ class PickBuffers:
     def best(self, logits: torch.Tensor, step: int) -> None:
         """Pick each row's likeliest token from logits [n, V_D]. Step 0 is catch-up."""
         count = len(logits)
-        ids = fast_argmax(logits)
-        scores = logits.gather(1, ids[:, None])[:, 0]
+        scores, ids = fast_max(logits)
         self._ids[step, :count].copy_(ids)
         self._scores[step, :count].copy_(scores)
         if not self.confidences and not self.wide:
