@@ -152,7 +152,7 @@ class Drafter:
         """
         self.forwards += 1
         with self.stopwatch:
-            sent = self._send_feed(feed.tokens, feed.starts, lengths, table, feed.rows)
+            sent = self._send_feed(*feed.arrays, lengths, table, feed.rows)
             return self.rules.only_real(self.model.forward(ragged_batch(sent, feed, lengths)))
 
     def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:

@@ -275,8 +275,8 @@ class RecordedSteps(Steps):
         if plan.uniform:
             self._replay(size, feed.most, 0)
         else:
-            tokens, starts, rows = self._send(feed.tokens, feed.starts, feed.rows)
-            sent = (tokens, starts, on.plan_lengths[0, :count], on.table[:count], rows)
+            *tokens, rows = self._send(*feed.arrays, feed.rows)
+            sent = (*tokens, on.plan_lengths[0, :count], on.table[:count], rows)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._model.forward(batch), first=True, back=feed.back)
         return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
