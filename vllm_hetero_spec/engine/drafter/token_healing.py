@@ -121,8 +121,7 @@ class TokenHealing(RoundExtension):
             return False
         others = self._early
         if others is None:
-            with drafter.stopwatch:
-                self._candidates = self.fetch(behind, active)
+            self._candidates = self.fetch(behind, active)
             often = 1 - (1 - self._share) ** active > _OFTEN
             if drafter.waits and not current.own and not (often and drafter.may_wait):
                 return often  # `restarts` checks them
