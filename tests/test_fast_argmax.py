@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.fast_argmax import fast_argmax, fast_max
 
 ROWS = torch.randint(0, 50, (7, 300), generator=torch.Generator().manual_seed(1)).float()
 
@@ -23,6 +23,20 @@ def test_nan_is_larger_than_any_number() -> None:
     assert fast_argmax(rows).tolist() == rows.argmax(-1).tolist()
     assert fast_argmax(rows)[2] == 17
     assert fast_argmax(rows)[4] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_numbers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways find the first of equal numbers, and the first NaN."""
+    rows = ROWS.to(dtype, copy=True)
+    rows[2, 17] = rows[2, 90] = float("nan")
+    rows[4] = float("-inf")
+    for on_cpu in (True, False):
+        monkeypatch.setattr(torch.Tensor, "is_cpu", on_cpu)
+        values, ids = fast_max(rows)
+        assert ids.tolist() == rows.argmax(-1).tolist()
+        expected = rows.gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_without_numbers() -> None:

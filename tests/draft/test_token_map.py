@@ -35,10 +35,26 @@ def test_draft_probs(first: list[int], padding: int, seed: int, renormalise: boo
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
 
 
-def test_restrict_keeps_tokens_with_a_proposal() -> None:
-    kept = TokenMap(torch.tensor([2, -1, 0]), 5).restrict(torch.zeros(1, 4))
-    assert kept[0].tolist() == [0.0, float("-inf"), 0.0, 0.0]
-    assert not TokenMap(torch.tensor([2, -1, 0]), 5, False).restrict(torch.zeros(1, 4)).any()
+def test_only_tokens_without_a_proposal_are_forbidden() -> None:
+    first = torch.tensor([2, -1, 0])
+    for width in (3, 4):
+        forbidden = TokenMap(first, 5).forbidden(width)
+        assert forbidden is not None
+        assert forbidden.tolist() == [0.0, float("-inf"), 0.0, 0.0][:width]
+    assert TokenMap(first, 5, False).forbidden(4) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forbidden_tokens_change_no_other_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (20 * torch.randn(9, 300, generator=generator)).to(dtype)
+    logits[:, 5] = float("-inf")
+    first, heat = torch.arange(300), 0.01 + 2 * torch.rand(9, generator=generator)
+    first[::7] = -1
+    found = probabilities(logits, heat, forbidden=TokenMap(first, 300).forbidden(300))
+    masked = logits.masked_fill(first < 0, float("-inf"))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, probabilities(masked, heat))
 
 
 def test_probabilities_follow_the_requests_parameters() -> None:

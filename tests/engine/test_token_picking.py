@@ -17,6 +17,7 @@ from vllm_hetero_spec.engine.drafter.kv_pool import BlockTable
 from vllm_hetero_spec.engine.drafter.requests import DraftSequence, RequestState
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers
+from vllm_hetero_spec.staging import on_host
 from vllm_hetero_spec.text.context import IdentityContext
 
 SIZE, WIDTH, STEPS = 6000, 5000, 3  # rows are wider than a block of `verify.noise.choose`
@@ -85,3 +86,31 @@ def test_picking_reads_nothing(races: bool, renormalise: bool) -> None:
         assert own.draws.draft_probs.shape == (drawn, WIDTH)
         assert (own.draws.stand_ins is None) is renormalise
     assert picked.packet.shape == (STEPS, 3, len(rows))
+
+
+def test_sampled_rows_in_front_draw_as_between_others() -> None:
+    """Rows in front are read in place; their logits stay as they are."""
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2))
+    first = torch.arange(500)
+    first[::2] = -1
+    method = SampledMethod(TokenMap(first, 500), torch.ones_like(first), lambda d: (d,))
+    rules = PickConfig(500, torch.tensor([], dtype=torch.long), sampling=method)
+    plan: Any = SimpleNamespace(forks=np.zeros((3, 0), np.int64), count=3)
+    drawn = []
+    for order in ([0, 1, 2], [2, 0, 1]):
+        rows = []
+        for row in order:
+            state = RequestState(str(row), IdentityContext())
+            draw = DraftSampling(2.0, seed=row) if row < 2 else None
+            sequence = DraftSequence(BlockTable())
+            rows.append(DraftRow(DraftTask(state, lookahead=1, draw=draw), sequence, [0], 1))
+        given, picked = logits[order], PickBuffers(1, 3, rules)
+        picked.best(given, 0)
+        own = RowPickers(rows, rules, on_host, plan)
+        own.pick(given, picked, 0)
+        assert torch.equal(given, logits[order])
+        ids = dict(zip(order, picked.ids(0, 3).tolist(), strict=True))
+        assert ids[0] % 2 == ids[1] % 2 == 1
+        assert own.draws is not None
+        drawn.append((sorted(ids.items()), own.draws.draft_probs.tolist()))
+    assert drawn[0] == drawn[1]

@@ -257,19 +257,21 @@ def test_choose_never_takes_a_weight_of_zero(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "width", [4096, 4097, 3 * 4096, pytest.param(30_001, marks=pytest.mark.full)]
+    ("width", "size"),  # with the number of weights in a block; the last one pads a prime width
+    [(4096, 4096), (4097, 4097), (12_000, 4000), (16_411, 4096)],
 )
-def test_choose_in_blocks_of_wide_rows(width: int) -> None:
+def test_choose_in_blocks_of_wide_rows(width: int, size: int) -> None:
     """The result is that of a running sum, also at block ends; weight 0 is never chosen."""
     generator = np.random.default_rng(width)
     weights = generator.dirichlet(np.full(width, 0.5)) * (generator.random(width) < 0.8)
-    weights[4096:8000] = 0.0
-    weights[[0, 4095, -1]] = 1 / width
+    weights[size : 2 * size - 90] = 0.0
+    weights[2 * size : 3 * size] = 0.0
+    weights[[0, size - 1, -1]] = 1 / width
     row = torch.tensor(weights, dtype=torch.float32)
     sums = row.to(torch.float64).cumsum(0)
     uniform = torch.from_numpy(generator.random(5000))
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
-    edges = sums[torch.arange(4095, width, 4096)] / sums[-1]
+    edges = sums[torch.arange(size - 1, width, size)] / sums[-1]
     uniform[2 : 2 + len(edges)] = edges.clamp_max(1 - 2**-53)
     chosen = choose(row.expand(5000, -1), uniform)
     assert (row[chosen] > 0).all()
@@ -279,6 +281,15 @@ def test_choose_in_blocks_of_wide_rows(width: int) -> None:
     aim = uniform * sums[-1]
     assert (aim > below - 1e-6).all()
     assert (aim < sums[chosen] + 1e-6).all()
+
+
+@pytest.mark.parametrize("width", [12_000, 16_411])
+def test_choose_never_takes_a_block_of_zeros(width: int) -> None:
+    uniform = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    for place in (0, 4095, 4096, 8000, width - 1):
+        row = torch.zeros(3, width)
+        row[:, place] = 1e-30
+        assert choose(row, uniform).tolist() == [place] * 3
 
 
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:

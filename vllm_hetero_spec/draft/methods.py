@@ -9,6 +9,7 @@ The configuration reads the names here, so this file loads neither torch nor a t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ FEW_TOKENS = 1000
 LONG_SPAN, SHORT_SPAN = 4, 2
 # Temperature up to which a greedy draft token may be accepted more often than a sampled one.
 NEARLY_GREEDY = 0.3
+_KEPT = 1 << 16  # spellings of drafter tokens that are kept, a few MiB
 
 
 # How promising a method is for a pair: its rank, 0 for the best, and the reason.
@@ -64,7 +66,8 @@ class Spelling(NamedTuple):
 def spell_whole(maps: "VocabularyMaps") -> Spelling:
     """Propose each drafter token as all target tokens that spell it."""
     lengths = np.diff(maps.kappa_ptr)
-    return Spelling(maps.kappa_first, lengths, lambda d: maps.target_tokens(d).tolist())
+    tokens = lru_cache(_KEPT)(lambda d: tuple(maps.target_tokens(d).tolist()))
+    return Spelling(maps.kappa_first, lengths, tokens)
 
 
 def spell_twins(maps: "VocabularyMaps") -> Spelling:

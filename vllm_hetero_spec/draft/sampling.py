@@ -139,20 +139,22 @@ class BatchSampler:
         return rows
 
     def _rows(self, logits: torch.Tensor, index: Sequence[int] | slice) -> torch.Tensor:
-        logits = self._tokens.restrict(logits)
+        forbidden = self._tokens.forbidden(logits.shape[1])
         if self._likeliest is not None:
-            logits = _only(self._likeliest, logits)
+            logits = _only(self._likeliest, logits if forbidden is None else logits + forbidden)
+            forbidden = None
         return probabilities(
             logits,
             self._temperature[index],
             None if self._top_k is None else self._top_k[index],
             None if self._top_p is None else self._top_p[index],
+            forbidden,
         ).nan_to_num_()  # a row without tokens that may be drawn becomes 0
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw a drafter id for each of the first m requests, and add its row to `draft_probs`.
 
-        `logits`, float [m, V_D], are changed in place. Returns int64 [m].
+        `logits` are float [m, V_D]. Returns int64 [m].
         """
         count = len(logits)
         table = self._table[self._used : self._used + count]

@@ -7,6 +7,7 @@ draft_probs(t) = sum of q(d) over all d with first[d] = t.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_hetero_spec.fast_argmax import fast_argmax
 
@@ -35,15 +36,21 @@ class TokenMap:
 
     def __init__(self, first: torch.Tensor, width: int, renormalise: bool = True) -> None:
         self.first, self.width, self.renormalise = first, width, renormalise
-        self._nothing = first < 0
+        nothing = first < 0
         # Tokens that propose nothing map to an extra column, which `table[:, :-1]` removes.
-        self._column = first.masked_fill(self._nothing, width)
+        self._column = first.masked_fill(nothing, width)
+        zeros = torch.zeros(len(first), device=first.device)
+        self._forbidden = zeros.masked_fill_(nothing, float("-inf"))
 
-    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask logits [B, V_D] of tokens that must not be drawn, in place, and return them."""
-        if self.renormalise:
-            logits[:, : len(self.first)].masked_fill_(self._nothing, float("-inf"))
-        return logits
+    def forbidden(self, width: int) -> torch.Tensor | None:
+        """Return what to add to logits [B, V_D], or wider: -inf for tokens never drawn, else 0.
+
+        float32 [width]; None if every token may be drawn.
+        """
+        if not self.renormalise:
+            return None
+        padding = width - len(self.first)
+        return pad(self._forbidden, (0, padding)) if padding else self._forbidden
 
     def table(self, count: int) -> torch.Tensor:
         """Return float32 zeros [count, V_T + 1] for `add_draft_probs`.
@@ -82,6 +89,7 @@ def probabilities(
     temperature: torch.Tensor,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
+    forbidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Apply a request's sampling parameters to the drafter's logits.
 
@@ -90,13 +98,18 @@ def probabilities(
         temperature: float [B], above 0.
         top_k: int64 [B], 0 for no limit; None if no request has a limit.
         top_p: float [B], 1 for no limit; None if no request has a limit.
+        forbidden: float32 [V_D], 0, or -inf for tokens that must not be drawn; None if there are
+            none.
 
     Returns:
         float32 [B, V_D], the distributions to draw from. Ties at the limit of top_k are kept. A row
         with a limit has at most `_ORDERED` tokens. This is lossless, because drafts may be drawn
         from any distribution; the parameters only bring it closer to the target's.
     """
-    rows = (logits.float() / temperature[:, None]).softmax(-1)
+    heat = temperature[:, None]
+    # `addcdiv` computes in float32 for narrower logits, and a sum with 0 is exact.
+    cooled = logits.float() / heat if forbidden is None else forbidden.addcdiv(logits, heat)
+    rows = cooled.softmax(-1, dtype=torch.float32)
     if top_k is None and top_p is None:
         return rows
     ordered, order = rows.topk(min(_ORDERED, rows.shape[-1]), -1)

@@ -7,16 +7,18 @@ be kept or restored.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 # Elements of a table that are processed at once. On a CPU they fit into its caches. On other
 # devices the temporary tensors, about eight float32 tables, stay below 1 GiB.
 _CELLS_ON_CPU = 1 << 20
 _CELLS = 1 << 25
-_BLOCK = 4096  # weights of a row that `choose` first sums up as one block
+_BLOCK = 4096  # weights of a row that `choose` first sums up as one block, about
 _BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
 # Constants of splitmix64 (Steele, Lea and Flood, 2014), as signed 64-bit integers.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -103,18 +105,27 @@ def _choose(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     if width <= _BLOCK:
         return _inverse(weights, uniform)[0][:, 0]
     # A sum is faster than a cumulative sum: choose the block first, then the weight in it.
-    whole = width - width % _BLOCK
-    blocks = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
-    tail = weights[:, whole:].sum(-1, keepdim=True)
-    sizes = torch.cat([blocks, tail], 1)
+    size = _block_size(width)
+    missing = -width % size
+    cells = (pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, size))
+    sizes = cells.sum(-1)
     block, sums, aim = _inverse(sizes, uniform)
     # Share of the block before the drawn point; below 1.
     rest = 1.0 - (sums.gather(1, block) - aim) / sizes.gather(1, block)
-    first = block * _BLOCK
-    index = first + torch.arange(_BLOCK, device=weights.device)
-    inside = weights.gather(1, index.clamp_max(width - 1)).masked_fill_(index >= width, 0.0)
-    chosen = first + _inverse(inside, rest.clamp_(0.0, _BELOW_ONE))[0]
-    return chosen[:, 0].clamp_max_(width - 1)
+    inside = cells.gather(1, block[:, :, None].expand(-1, -1, size))[:, 0]
+    place = _inverse(inside, rest.clamp_(0.0, _BELOW_ONE))[0]
+    chosen = torch.add(place, block, alpha=size)[:, 0]
+    return chosen.clamp_max_(width - 1) if missing else chosen
+
+
+@cache
+def _block_size(width: int) -> int:
+    """Return the number of weights in a block: the divisor of the width nearest to `_BLOCK`.
+
+    Without a divisor of similar size it is `_BLOCK`, and the rows have to be padded.
+    """
+    divisors = [size for size in range(_BLOCK // 8, 4 * _BLOCK + 1) if width % size == 0]
+    return min(divisors, key=lambda size: abs(size - _BLOCK), default=_BLOCK)
 
 
 def _inverse(

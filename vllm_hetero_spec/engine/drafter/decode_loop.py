@@ -15,7 +15,12 @@ import torch
 from vllm_hetero_spec.engine.drafter.model import DrafterModel, GraphSupport
 from vllm_hetero_spec.engine.drafter.recorded_steps import Capture, GraphPlan, RecordedSteps
 from vllm_hetero_spec.engine.drafter.round import Round, RoundExtension
-from vllm_hetero_spec.engine.drafter.round_plan import STEPS_PER_TOKEN, BatchFeed, Planner
+from vllm_hetero_spec.engine.drafter.round_plan import (
+    STEPS_PER_TOKEN,
+    BatchFeed,
+    Planner,
+    RoundPlan,
+)
 from vllm_hetero_spec.engine.drafter.steps import Steps, ragged_batch, read_in_parts
 from vllm_hetero_spec.engine.drafter.tasks import Control, DrafterTokens, DraftRow
 from vllm_hetero_spec.engine.drafter.token_picking import PickBuffers, PickConfig, RowPickers, wide
@@ -100,11 +105,15 @@ class Drafter:
         self.steps.picked.wide = self.rules.beside > 0 and wide(rows)
         rows = [rows[i] for i in order]
         read_in_parts(rows, self.steps, self.planner, self.stopwatch)
-        current = self._round = self._planned(rows, order, len(rows) - len(apart))
+        singles = len(rows) - len(apart)
+        plan = self._planned(rows, singles)
         with self.stopwatch:
-            behind = self.steps.begin(current.plan)
-            if current.plan.copies:
-                self.model.copy_blocks(current.plan.copies)
+            behind = self.steps.begin(plan)
+            if plan.copies:
+                self.model.copy_blocks(plan.copies)
+        # The device is busy by now, so that it does not wait for the host.
+        own = RowPickers(rows[:singles], self.rules, self.send, plan)
+        current = self._round = Round(rows, order, plan, own)
         for row in rows:
             row.sequence.kv_ids.extend(row.pending)
         for extension in self.extensions:
@@ -152,10 +161,11 @@ class Drafter:
         """
         self.forwards += 1
         with self.stopwatch:
-            sent = self._send_feed(feed.tokens, feed.starts, lengths, table, feed.rows)
+            sent = self._send_feed(*feed.arrays, lengths, table, feed.rows)
             return self.rules.only_real(self.model.forward(ragged_batch(sent, feed, lengths)))
 
-    def _planned(self, rows: list[DraftRow], order: list[int], singles: int) -> Round:
+    def _planned(self, rows: Sequence[DraftRow], singles: int) -> RoundPlan:
+        """Plan a round whose first `singles` rows draft step by step."""
         sequences, pending = [row.sequence for row in rows], [row.pending for row in rows]
         back = True in [of.back(rows) for of in self.extensions] and self.rules.back
         longest = max(1 + back, *map(len, pending))
@@ -163,9 +173,7 @@ class Drafter:
         steps = [row.steps for row in rows[:singles]] + [0] * (len(rows) - singles)
         forks = [fork for of in self.extensions for fork in of.forks(rows[:singles])]
         shape = self.steps.shape(len(rows) + len(forks), longest, context)
-        plan = self.planner.plan(sequences, pending, steps, *shape, forks, back=back)
-        own = RowPickers(rows[:singles], self.rules, self.send, plan)
-        return Round(rows, order, plan, own)
+        return self.planner.plan(sequences, pending, steps, *shape, forks, back=back)
 
     def _take_steps(self, current: Round, control: Control | None) -> None:
         """Queue all steps after catch-up, and the copy of the picked tokens to the host."""

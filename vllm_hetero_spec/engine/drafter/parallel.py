@@ -66,7 +66,7 @@ class ParallelSteps(Steps):
             return self._inner.begin(plan)
         counts = [plan.count, *plan.active[1:]]
         feed, rows, lengths = with_masks(plan, self._mask)
-        sent = self._send(feed.tokens, feed.starts, lengths, plan.table[: plan.count], rows)
+        sent = self._send(*feed.arrays, lengths, plan.table[: plan.count], rows)
         logits = self._rules.only_real(self._model.forward(ragged_batch(sent, feed, lengths)))
         self._logits = logits[: sum(counts)].split(counts)
         for number, each in enumerate(self._logits):

@@ -144,7 +144,9 @@ class StaticTensors(StaticInputs):
     `plan_lengths`, `plan_places` and `forks` are as in `RoundPlan`.
 
     Attributes:
-        step: int64 [1], number of the next step.
+        step: int64 [1], number of the next step; `before`, of the one before.
+        step_ids, step_places, step_lengths: Inputs of that step: int32 [1, B], int64 [1, 2, B] with
+            positions and slots, and int32 [1, B].
         logits: [B, V_D], logits after the last token of each request.
         last: [B, V_D], logits at the position of that token, if rounds have `back`.
         now: Picked tokens of one step, before they are copied to their row of `picked`.
@@ -163,7 +165,12 @@ class StaticTensors(StaticInputs):
                 [((3, size), np.int64), ((steps, 2, size), np.int64), ((steps, size), np.int32)],
             )
             _, self.forks, self.plan_places, self.plan_lengths, _ = self.mirror.there
-            self.step = torch.ones(1, dtype=torch.int64, device=device)
+            self._first = torch.arange(2, device=device)
+            self._count = self._first.clone()
+            self.before, self.step = self._count.split(1)
+            self.step_ids = torch.zeros((1, size), dtype=torch.int32, device=device)
+            self.step_places = torch.zeros((1, 2, size), dtype=torch.int64, device=device)
+            self.step_lengths = torch.ones((1, size), dtype=torch.int32, device=device)
             self.now = PickBuffers(1, size, rules)
             self._picked = picked
             with torch.inference_mode():
@@ -173,13 +180,22 @@ class StaticTensors(StaticInputs):
 
     def clear(self) -> None:
         """Set valid positions and lengths that write no KV. Graphs are recorded over them."""
-        places = self.plan_places.unbind(1)
-        for positions, slots in ((self.positions, self.slots), self.fed[1:], places):
+        places = self.plan_places.unbind(1), self.step_places.unbind(1)
+        for positions, slots in ((self.positions, self.slots), self.fed[1:], *places):
             positions.zero_()
             slots.fill_(NOWHERE)
-        for lengths in (self.lengths, self.plan_lengths):
+        for lengths in (self.lengths, self.plan_lengths, self.step_lengths):
             lengths.fill_(1)
-        self.step.fill_(1)
+        self.restart()
+
+    def step_batch(self, size: int) -> ForwardBatch:
+        """Return the forward of a step of the first `size` requests."""
+        return self.batch(size, 1)._replace(
+            ids=self.step_ids[0, :size],
+            positions=self.step_places[0, 0, :size],
+            slots=self.step_places[0, 1, :size],
+            lengths=self.step_lengths[0, :size],
+        )
 
     def put(self, plan: RoundPlan) -> None:
         """Send a round's plan in one packet; with the catch-up tokens if it is `uniform`."""
@@ -193,15 +209,16 @@ class StaticTensors(StaticInputs):
         table[:size, :blocks] = plan.table
         self.mirror.send(size)
 
-    def advance(self, size: int) -> None:
-        """Copy the plan of the next step, and the tokens picked before, to the input."""
-        before = self._picked.packet[:, 0].index_select(0, self.step - 1)
-        places = self.plan_places.index_select(0, self.step)
-        lengths = self.plan_lengths.index_select(0, self.step)
-        self.ids[:size].copy_(before[0, :size])
-        self.positions[:size].copy_(places[0, 0, :size])
-        self.slots[:size].copy_(places[0, 1, :size])
-        self.lengths[:size].copy_(lengths[0, :size])
+    def restart(self) -> None:
+        """Continue with step 1."""
+        self._count.copy_(self._first)
+
+    def advance(self) -> None:
+        """Copy the plan of the next step, and the tokens picked before, to its inputs."""
+        picked = self._picked.packet[:, 0, : self.step_ids.shape[1]]
+        torch.index_select(picked, 0, self.before, out=self.step_ids)
+        torch.index_select(self.plan_places, 0, self.step, out=self.step_places)
+        torch.index_select(self.plan_lengths, 0, self.step, out=self.step_lengths)
 
     def pick(self, logits: torch.Tensor, *, first: bool, back: bool = False) -> None:
         """Mask the logits [n, V_D], keep them, and pick each row's likeliest token.
@@ -216,13 +233,13 @@ class StaticTensors(StaticInputs):
             self.last[:count].copy_(logits[count:])
         if first:
             self._picked.best(kept, 0)
-            self.step.fill_(1)
+            self.restart()
             return
         self.now.wide = self._picked.wide
         self.now.best(kept, 0)
         size = self.now.packet.shape[2]
         self._picked.kept[:, :, :size].index_copy_(0, self.step, self.now.kept)
-        self.step.add_(1)
+        self._count.add_(1)
 
 
 class RecordedSteps(Steps):
@@ -275,8 +292,8 @@ class RecordedSteps(Steps):
         if plan.uniform:
             self._replay(size, feed.most, 0)
         else:
-            tokens, starts, rows = self._send(feed.tokens, feed.starts, feed.rows)
-            sent = (tokens, starts, on.plan_lengths[0, :count], on.table[:count], rows)
+            *tokens, rows = self._send(*feed.arrays, feed.rows)
+            sent = (*tokens, on.plan_lengths[0, :count], on.table[:count], rows)
             batch = ragged_batch(sent, feed, plan.lengths[0, :count])
             on.pick(self._model.forward(batch), first=True, back=feed.back)
         return CaughtUp(on.logits[:count], on.last[:count] if feed.back else None)
@@ -295,7 +312,7 @@ class RecordedSteps(Steps):
             super().moved()
 
     def again(self) -> None:
-        self._on.step.fill_(1)
+        self._on.restart()
 
     def _size(self, count: int) -> int:
         return next((size for size in self._widths if size >= count), 0)
@@ -303,10 +320,10 @@ class RecordedSteps(Steps):
     def _record(self, recorded: GraphPlan, size: int, width: int) -> RecordedForward:
         """Record the catch-up forward of `width` tokens per request, or a step if `width` is 0."""
         on = self._on
-        batch = on.batch(size, max(1, width), back=self._rules.back and width > 1)
         on.clear()
-        move = partial(on.advance, size)
+        batch, move = on.step_batch(size), on.advance
         if width:
+            batch = on.batch(size, width, back=self._rules.back and width > 1)
             move = partial(on.load, size, width, on.plan_lengths[0])
         finish = partial(on.pick, first=width > 0, back=batch.back)
         return RecordedForward(self._model, recorded, batch, move, finish)

@@ -60,6 +60,11 @@ class BatchFeed(NamedTuple):
     back: bool = False
 
     @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The ids as int32 [N], like picked ids; then their `tokens[1:]`, and `starts`."""
+        return self.tokens[0].astype(np.int32), self.tokens[1:], self.starts
+
+    @property
     def rows(self) -> np.ndarray:
         """Index of each request's last token, int64 [B].
 

@@ -45,13 +45,12 @@ class CaughtUp(NamedTuple):
 def ragged_batch(
     sent: Sequence[torch.Tensor], feed: BatchFeed, lengths: np.ndarray
 ) -> ForwardBatch:
-    """Build a forward from sent tensors: tokens, starts, lengths, table, rows."""
-    tokens, starts, device_lengths, table, rows = sent
-    ids, positions, slots = tokens
+    """Build a forward from sent tensors: `BatchFeed.arrays`, lengths, table, `BatchFeed.rows`."""
+    ids, places, starts, device_lengths, table, rows = sent
     return ForwardBatch(
-        ids=ids.int(),  # same dtype as picked ids: a compiled model takes one only
-        positions=positions,
-        slots=slots,
+        ids=ids,
+        positions=places[0],
+        slots=places[1],
         starts=starts,
         starts_cpu=torch.from_numpy(feed.starts),
         lengths=device_lengths,
@@ -116,11 +115,10 @@ class Steps:
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """Run the catch-up forward."""
         feed, count, self._plan = plan.feed, plan.count, plan
-        tokens, starts, rows, self._lengths, self._table, self._places, self.forks = self._send(
-            *(feed.tokens, feed.starts, feed.rows),
-            *(plan.lengths, plan.table, plan.places, plan.forks),
+        *tokens, rows, self._lengths, self._table, self._places, self.forks = self._send(
+            *feed.arrays, feed.rows, plan.lengths, plan.table, plan.places, plan.forks
         )
-        sent = (tokens, starts, self._lengths[0, :count], self._table[:count], rows)
+        sent = (*tokens, self._lengths[0, :count], self._table[:count], rows)
         logits = self._model.forward(ragged_batch(sent, feed, plan.lengths[0, :count]))
         logits = self._rules.only_real(logits)
         self.picked.best(logits[:count], 0)

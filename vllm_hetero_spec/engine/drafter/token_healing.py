@@ -121,8 +121,7 @@ class TokenHealing(RoundExtension):
             return False
         others = self._early
         if others is None:
-            with drafter.stopwatch:
-                self._candidates = self.fetch(behind, active)
+            self._candidates = self.fetch(behind, active)
             often = 1 - (1 - self._share) ** active > _OFTEN
             if drafter.waits and not current.own and not (often and drafter.may_wait):
                 return often  # `restarts` checks them
@@ -165,17 +164,18 @@ class TokenHealing(RoundExtension):
         return not seldom
 
     def fetch(self, behind: CaughtUp, requests: int) -> Fetched:
-        """Start the copy of the first `requests` rows' candidates to the host, as int32 [n, c].
+        """Start the copy of the first `requests` rows' candidates to the host, as int [n, c].
 
         First the next ids, best first. With `CaughtUp.last`, then the 32 best ids at the position
-        of the last token, and the bits of their float32 logits.
+        of the last token, and the bits of their float32 logits; all of them int32.
         """
-        parts = [behind.logits[:requests].topk(self._num_next, -1).indices.int()]
-        if behind.last is not None:
-            last = behind.last[:requests]
-            best = last.topk(min(_LAST, last.shape[1]), -1)
-            parts += [best.indices.int(), best.values.float().view(torch.int32)]
-        return self._receiver.fetch(torch.cat(parts, 1))
+        ids = behind.logits[:requests].topk(self._num_next, -1).indices
+        if behind.last is None:
+            return self._receiver.fetch(ids)
+        last = behind.last[:requests]
+        best = last.topk(min(_LAST, last.shape[1]), -1)
+        bits = best.values.float().view(torch.int32)
+        return self._receiver.fetch(torch.cat([ids.int(), best.indices.int(), bits], 1))
 
     def choose(
         self, rows: Sequence[DraftRow], candidates: Fetched, *, drawn: bool = False
@@ -222,13 +222,14 @@ class TokenHealing(RoundExtension):
             return
         drafter, steps, plan = self._drafter, self._drafter.steps, current.plan
         forced = {index: other.id for index, other in others.items()}
-        for index, chosen in list(forced.items()):  # forks that still follow the chain
-            forced |= {at: chosen for at, step in plan.forks_of(index) if step}
+        for index, id in list(forced.items()):  # forks that still follow the chain
+            forced |= {at: id for at, step in plan.forks_of(index) if step}
         self._known = {index: other.known for index, other in others.items() if other.known}
         moved = list(self._known)
         peaks = np.array([others[index].confidence for index in moved], np.float32)
-        lists = [np.array(list(of), np.int64) for of in (forced, forced.values(), moved)]
-        rows, ids, lines, confidences = drafter.send(*lists, peaks)
+        chosen = np.array(list(forced.values()), np.int32)
+        at, back = (np.array(list(of), np.int64) for of in (forced, moved))
+        rows, ids, lines, confidences = drafter.send(at, chosen, back, peaks)
         steps.picked.put(0, rows, ids)
         if not moved:
             return

@@ -18,7 +18,7 @@ from vllm_hetero_spec.draft.penalties import PenalizedRow, Penalties
 from vllm_hetero_spec.draft.sampling import Arrivals, BatchSampler, SampledMethod
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.tasks import DraftRow, TopCandidates
-from vllm_hetero_spec.fast_argmax import fast_argmax
+from vllm_hetero_spec.fast_argmax import fast_max
 from vllm_hetero_spec.staging import Send
 
 _FIRST_BESIDE = 3  # index of the first top candidate in axis 1 of `PickBuffers.packet`
@@ -79,8 +79,7 @@ class PickBuffers:
     def best(self, logits: torch.Tensor, step: int) -> None:
         """Pick each row's likeliest token from logits [n, V_D]. Step 0 is catch-up."""
         count = len(logits)
-        ids = fast_argmax(logits)
-        scores = logits.gather(1, ids[:, None])[:, 0]
+        scores, ids = fast_max(logits)
         self._ids[step, :count].copy_(ids)
         self._scores[step, :count].copy_(scores)
         if not self.confidences and not self.wide:
@@ -122,8 +121,12 @@ class PickBuffers:
         self.kept[step].index_copy_(1, index, other.kept[0, :, :count])
 
     def put(self, step: int, index: torch.Tensor, ids: torch.Tensor) -> None:
-        """Replace the ids of rows `index`, int64 [n], in a step."""
+        """Replace the ids of rows `index`, int64 [n], in a step by int32 or int64 [n]."""
         self._ids[step].index_copy_(0, index, ids.to(torch.int32))
+
+    def lead(self, step: int, ids: torch.Tensor) -> None:
+        """Replace the ids of the first n rows, int64 [n], in a step."""
+        self._ids[step, : len(ids)].copy_(ids)
 
     def trust(self, step: int, index: torch.Tensor, confidences: torch.Tensor) -> None:
         """Replace the confidences of rows `index`, int64 [n], in a step by float32 [n]."""
@@ -155,6 +158,7 @@ class RowPickers:
         owners = enumerate(plan.forks[0].tolist(), plan.count)
         forked = [(at, rows[of]) for at, of in owners if rows[of].task.draw is not None]
         self.forked = [at for at, _ in forked]
+        self._leading = not self.forked and self.drawn == list(range(len(self.drawn)))
         self.draws: BatchSampler | None = None
         if self.drawn:
             assert rules.sampling is not None
@@ -192,7 +196,10 @@ class RowPickers:
             picked.overrule(step, index, self._own, len(rows))
         if self.draws is not None and (drawn := self._num_drawn(step)):
             index = self.draws.index[:drawn]
-            picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
+            if self._leading:  # as in most rounds
+                picked.lead(step, self.draws.draw(logits[:drawn]))
+            else:
+                picked.put(step, index, self.draws.draw(logits.index_select(0, index)))
             if self.draws.arrivals is not None:
                 picked.arrived(step, index, self.draws.arrivals)
 
