@@ -155,6 +155,11 @@ def test_drafts_are_written_to_the_slots_of_their_requests(runner: Any, batch: A
     assert seam.inputs.nothing(batch).shape == (2, DRAFTED)
     seam.inputs.nothing(batch)[:, 1:] = -1  # as vLLM does for shorter drafts
     assert not seam.inputs.nothing(batch).any()
+    for length in (2, 4, 2):
+        seam.inputs.nothing(batch, length)[:, length:] = -1
+        given = seam.inputs.nothing(batch, length)
+        assert given[:, :length].shape == (2, length)
+        assert not given[:, :length].any()
 
 
 def test_late_drafts_fill_a_prepared_step(runner: Any, batch: Any) -> None:
@@ -214,6 +219,31 @@ def test_positions_beyond_a_draft_are_padding(runner: Any, batch: Any) -> None:
     assert output.hetero_spec_ahead == AsyncStepInfo(2, {"a": 2, "b": 4})
     seam.on_step_start(output_of(a=[-1]))  # the scheduler had room for one
     assert seam.batch(batch).lengths == [1, 0]
+
+
+def test_a_draft_has_the_place_of_its_first_token(runner: Any, batch: Any) -> None:
+    """The place is the length of the output that the draft follows, also in a later step."""
+    seam = RunnerV2(runner)
+    batch.cu_num_logits_np = np.array([0, 5, 10])
+    seam.on_step_start(output_of(new("a"), new("b")))
+    seam.view(seam.sampled(batch, SAMPLED))
+    seam.take_drafts(batch, [[5, 6], [7]])
+    seam.on_step_start(output_of(b=[-1]))
+    # Another step's view does not count, until its own drafts are taken.
+    runner.req_states.total_len.gpu[:] = torch.tensor([8, 0, 7])
+    others = batch_of(b=0)
+    seam.view(seam.sampled(others, SAMPLED[:1]))
+    output = output_of(a=[-1] * DRAFTED, b=[-1] * DRAFTED)
+    seam.on_step_start(output)
+    assert seam.batch(batch).num_output_tokens == [2, 0]
+    seam.take_drafts(others, [[8]])
+    seam.on_step_start(output)
+    found = seam.batch(batch)
+    assert (found.num_output_tokens, found.lengths) == ([2, 2], [2, 1])
+    assert found.first_rows is batch.cu_num_logits_np
+    seam.view(seam.sampled(batch, SAMPLED), late=True)
+    seam.on_step_start(output_of(new("b"), preempted="a"))
+    assert not seam._places
 
 
 @pytest.mark.parametrize("preempted", ["a", ""], ids=["resumed", "another with its id"])

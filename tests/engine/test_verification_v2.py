@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification in V2's sampler, beside stand-ins for Triton: V1's verdicts, without a read."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -115,7 +116,9 @@ class Batch:
     ) -> list[Verified]:
         """Verify like vLLM: get the view once, then verify each part."""
         found = []
-        sampler._view, sampler._verified = sampler._batch(None), 0  # type: ignore[arg-type]
+        view = sampler._batch(None)  # type: ignore[arg-type]
+        sampler._view = dataclasses.replace(view, first_rows=np.array([0, *self.ends], np.int32))
+        sampler._verified = 0
         for start, stop in parts:
             lo, hi = (0 if not i else int(self.ends[i - 1]) for i in (start, stop))
             found.append(
@@ -158,7 +161,6 @@ def made(
         pending,
         RaceSamplerV2(sampler.sampling_states, places) if races else None,  # type: ignore[arg-type]
         lambda batch: view,
-        places,
         on_host,
         DraftStats(),
         sampler,
@@ -192,7 +194,7 @@ class Mixed:
             self.old.sampler._rule,
             self.old.sampler._pending,
             Sampler(states, logprobs_mode),
-            BatchView(IDS, lengths=LENGTHS),
+            BatchView(IDS, num_output_tokens=VIEW.num_output_tokens, lengths=LENGTHS),
             torch.tensor(by_state(PROMPTS)),
             races=rule == "race",
         )
@@ -267,6 +269,32 @@ def test_drafts_that_were_filled_up_have_the_same_verdicts(rule: str) -> None:
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("rows", [LENGTHS, [4] * 5, [STEPS] * 5], ids=["own", "even", "most"])
+@pytest.mark.parametrize("parts", [((0, 5),), ((0, 1), (1, 3), (3, 5))])
+def test_greedy_requests_emit_the_likeliest_tokens(
+    rows: list[int], parts: Sequence[tuple[int, int]]
+) -> None:
+    """Drafts may have more rows than tokens, and -1 in the place of a token."""
+    torch.manual_seed(8)
+    batch = Batch(rows, range(5), [4] * 5)
+    logits, states = torch.randn(int(batch.ends[-1]), WIDTH), States([0.0] * 5, range(5))
+    best = logits.argmax(-1)
+    tokens = torch.cat([torch.zeros(1), best[:-1]]).int()  # all agree, padding as well
+    starts = batch.cu[:-1].tolist()
+    tokens[starts[2] + 2] = -1
+    tokens[starts[3] + 3] += 1
+    view = BatchView(IDS, lengths=LENGTHS)
+    sampler = made(
+        token_rule, PendingDraftProbs(), Sampler(states), view, torch.full((5,), 4), races=False
+    )
+    found = batch.run(sampler, logits, tokens, parts)
+    emitted, counts = (torch.cat([part[i] for part in found]) for i in (1, 2))
+    assert (emitted.shape, emitted.dtype, counts.dtype) == ((5, STEPS + 1), best.dtype, torch.int32)
+    assert counts.tolist() == [3, 1, 2, 3, 3]
+    for line, start, count in zip(emitted, starts, counts.tolist(), strict=True):
+        assert torch.equal(line[:count], best[start : start + count])
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_logits_are_kept_where_they_are_asked_for(mode: str) -> None:
     """`target_probs` overwrite only processed logits, and only if logprobs do not need them."""
@@ -313,7 +341,7 @@ def many(rule: str, draft: torch.Tensor, heat: float = 1.0) -> Counter:
         rules[rule],
         pending,
         sampler,
-        BatchView(ids, lengths=[2] * count),
+        BatchView(ids, num_output_tokens=[0] * count, lengths=[2] * count),
         torch.full((count,), 4),
         races=True,  # so that bonus tokens are sampled
     )

@@ -115,8 +115,22 @@ def test_one_packet_contains_all_arrays_of_the_host() -> None:
     assert drafts.row_of is not None
     assert drafts.row_of.tolist() == [0, -1] * 4
     assert (drafts.seeds.tolist(), drafts.places.tolist()) == ([5, 6, 7, 8], [4, 3, 2, 1])
-    there = make([5, 6, 7, 8], torch.tensor([4, 3, 2, 1]))
-    assert there.noise is None
-    assert torch.equal(there.accept_noise(), drafts.accept_noise())
-    assert torch.equal(there.correct_noise(), drafts.correct_noise())
-    assert make(None, [0] * 4).seeds is None
+    assert drafts.weights.T.tolist() == [[1, 0], [0, -2]] * 4
+    assert (drafts.heads.tolist(), drafts.tails.tolist()) == ([0, 3, 7], [2, 6, 7])
+    assert drafts.sizes.tolist() == [3, 4, 1]
+    assert drafts.grid.tolist()[2:] == [[3, 4, 5, 6, 7], [7, 7, 7, 7, 7]]
+    placed = make(None, None, first_rows=np.array([0, 5, 6, 12]), room=6)
+    assert (placed.seeds, placed.places, placed.noise) == (None,) * 3
+    assert placed.rows.tolist() == [0, 1, 2, 6, 7, 8, 9, 12]
+    assert placed.ends.tolist() == [3, 5, 10, 13]
+    assert placed.columns.tolist() == list(range(7))
+
+
+def test_noise_of_the_host_is_that_of_the_device() -> None:
+    """Races draw on the device, and other rules on the host."""
+    given = np.random.default_rng(1).integers(-(1 << 63), 1 << 63, (3, 1000))
+    seeds, places, index = given[0], given[1] & 0xFFFFF, given[2] & 0xFF
+    for purpose in (noise.RACE, noise.ACCEPT, noise.CORRECT):
+        here = noise.uniform(noise.keys_of(seeds, purpose), places, index)
+        seeds_there, *there = map(torch.from_numpy, (seeds, places, index))
+        assert here.tolist() == noise.uniform(noise.keys_of(seeds_there, purpose), *there).tolist()

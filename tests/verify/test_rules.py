@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ ROWS = np.array([[0.2, 0.5, 0.1, 0.2], [0.0, 1.0, 0.0, 0.0], [0.1, 0.2, 0.1, 0.4
 TOLD = np.array([*ROWS[:2], [0.2, 0.2, 0.1, 0.3]])
 
 
-def drawn_batch(copies: int, seed: int = 3, places: torch.Tensor | None = None) -> DraftBatch:
+def drawn_batch(copies: int, seed: int = 3, places: Sequence[int] | None = None) -> DraftBatch:
     """Drafts sampled from ROWS, one per copy, all at place 0 unless `places` are given."""
     generator = np.random.default_rng(seed)
     tokens = np.stack(
@@ -238,7 +238,7 @@ def test_the_law_of_a_second_draft_does_not_depend_on_the_first(rule: str) -> No
     batched, readable = RULES[rule]
     p = target_rows(COPIES)
     first = batched(drawn_batch(COPIES), p, drawn(P[3], 1))
-    second = batched(drawn_batch(COPIES, 4, first.accepted + 1), p, drawn(P[3], 2))
+    second = batched(drawn_batch(COPIES, 4, (first.accepted + 1).tolist()), p, drawn(P[3], 2))
     expected = exact_law(readable, ROWS)
     for accepted in range(4):
         lines = second.tokens[first.accepted == accepted].tolist()

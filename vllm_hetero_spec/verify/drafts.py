@@ -33,19 +33,27 @@ class DraftBatch:
         counts: int64 [B], `lengths` on the device.
         starts: int64 [B], index of each request's first token in `tokens`.
         drafted: int64 [D], the requests with a nonempty draft.
+        heads, tails: int64 [D], index of the first and the last token of each nonempty draft.
+        sizes: int64 [D], length of each nonempty draft.
         request_of: int64 [N], the request of each token.
         place_of: int64 [N], index of each token in its draft.
         later: int64 [N - D], the tokens that are not the first of their draft.
+        columns: int64 [C + 1], 0 to C, the columns of a verdict.
+        grid: int64 [B, C + 1], index of the token in each place of a verdict; any token behind a
+            draft.
+        rows: int64 [N], the row of logits of each token; None if `of` got no `first_rows`.
+        ends: int64 [B], the row of logits after each draft; None as `rows`.
         places: int64 [B], index of each draft's first token in its request's output; None if the
             batch needs no random numbers.
         seeds: int64 [B], seeds of the requests' random numbers (`verify.noise`); None as `places`.
-        noise: float64 [N + D], `accept_noise` and `correct_noise`; None if `places` are only on
-            the device.
-        keys: int64 [N + D], from `verify.noise.keys_of`; None if there is `noise`.
+        noise: float64 [N + D], `accept_noise` and `correct_noise`; None as `places`.
         draft_probs: float32 [R, V] each, one table per drafting round, not copied; empty if all
             tokens are certain. A row may sum to less than 1; the rest is "nothing proposed".
         row_of: int64 [N], row of each token, counted across all tables, or -1 if it is certain;
             None if all are certain.
+        row_at: int64 [N], `row_of`, but 0 for a certain token; None as `row_of`.
+        weights: float32 [2, N]: 1 if a token has a row, else 0; then -2 if it is certain, else 0.
+            None if no token is certain.
         req_ids: Request ids, [B]; empty if there are none.
     """
 
@@ -54,15 +62,23 @@ class DraftBatch:
     counts: torch.Tensor
     starts: torch.Tensor
     drafted: torch.Tensor
+    heads: torch.Tensor
+    tails: torch.Tensor
+    sizes: torch.Tensor
     request_of: torch.Tensor
     place_of: torch.Tensor
     later: torch.Tensor
+    columns: torch.Tensor
+    grid: torch.Tensor
+    rows: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
     places: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     noise: torch.Tensor | None = None
-    keys: torch.Tensor | None = None
     draft_probs: Sequence[torch.Tensor] = ()
     row_of: torch.Tensor | None = None
+    row_at: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
     req_ids: Sequence[str] = ()
 
     @classmethod
@@ -71,43 +87,62 @@ class DraftBatch:
         tokens: torch.Tensor,
         lengths: Sequence[int],
         seeds: Sequence[int] | np.ndarray | None,
-        places: Sequence[int] | torch.Tensor | None,
+        places: Sequence[int] | None,
         draft_probs: Sequence[torch.Tensor] = (),
         row_of: Sequence[int] = (),
         req_ids: Sequence[str] = (),
         send: Send = on_host,
+        first_rows: np.ndarray | None = None,
+        room: int = 0,
     ) -> "DraftBatch":
         """Build a batch from host data; the arguments are attributes of the class.
 
         Args:
             seeds: None if the batch needs no random numbers; then `places` is unused.
-            places: On the host, or a tensor on the device of `tokens`.
             row_of: Required with `draft_probs`.
             send: Copies arrays to the device of `tokens`; called once.
+            first_rows: int64 [B], first row of logits of each request; a draft's rows are adjacent.
+            room: Minimum of C, which otherwise is K, the length of the longest draft.
         """
         counts = np.array(lengths, np.int64)
         starts = counts.cumsum() - counts
         request_of = np.arange(len(counts)).repeat(counts)
         place_of = np.arange(len(request_of)) - starts[request_of]
-        arrays = {
-            "counts": counts,
-            "starts": starts,
-            "drafted": np.flatnonzero(counts),
-            "request_of": request_of,
-            "place_of": place_of,
-            "later": np.flatnonzero(place_of),
+        drafted = np.flatnonzero(counts)
+        columns = np.arange(max(int(counts.max(initial=0)), room) + 1)
+        of_tokens = {"request_of": request_of, "place_of": place_of}
+        of_requests = {"counts": counts, "starts": starts}
+        of_drafts = {
+            "drafted": drafted,
+            "heads": starts[drafted],
+            "tails": (starts + counts - 1)[drafted],
+            "sizes": counts[drafted],
         }
+        others = {
+            "later": np.flatnonzero(place_of),
+            "columns": columns,
+            "grid": np.minimum(starts[:, None] + columns, max(len(request_of) - 1, 0)),
+        }
+        certain = np.ones(len(request_of), bool)
         if draft_probs:
-            arrays["row_of"] = np.array(row_of, np.int64)
-        there = {}
+            of_tokens["row_of"] = np.array(row_of, np.int64)
+            of_tokens["row_at"] = of_tokens["row_of"].clip(0)
+            certain = of_tokens["row_of"] < 0
+        if certain.any():
+            others["weights"] = np.stack([~certain, -2.0 * certain]).astype(np.float32)
+        if first_rows is not None:
+            of_tokens["rows"] = first_rows[request_of] + place_of
+            of_requests["ends"] = first_rows + counts
         if seeds is not None:
-            arrays["seeds"] = np.array(seeds, np.int64)
-            if isinstance(places, torch.Tensor):
-                there["places"] = places
-            else:
-                arrays["places"] = np.array(places, np.int64)
-            arrays |= _noise_of(arrays)
-        there |= dict(zip(arrays, send(*arrays.values()), strict=True))
+            of_requests["seeds"] = np.array(seeds, np.int64)
+            of_requests["places"] = np.array(places, np.int64)
+            others["noise"] = _noise_of(of_tokens | of_requests | of_drafts)
+        groups = of_tokens, of_requests, of_drafts
+        stacked = (np.stack(list(group.values())) for group in groups)
+        sent = send(*stacked, *others.values())
+        there = dict(zip(others, sent[len(groups) :], strict=True))
+        for group, matrix in zip(groups, sent, strict=False):
+            there |= dict(zip(group, matrix.unbind(0), strict=True))
         return cls(tokens, lengths, draft_probs=draft_probs, req_ids=req_ids, **there)
 
     @property
@@ -128,15 +163,26 @@ class DraftBatch:
         """Return float64 [D], uniform in [0, 1), for the recovered token of each draft."""
         return self._noise[len(self.request_of) :]
 
-    @cached_property
+    @property
     def _noise(self) -> torch.Tensor:
-        if self.noise is not None:
-            return self.noise
-        assert self.keys is not None, "a batch without seeds"
-        assert self.places is not None
-        of = torch.cat([self.request_of, self.drafted])
-        index = torch.cat([self.place_of, torch.zeros_like(self.drafted)])
-        return uniform(self.keys, self.places[of], index)
+        assert self.noise is not None, "a batch without seeds"
+        return self.noise
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """`tokens`, but 0 for no token: valid ids, int64 [N]."""
+        return self.tokens.clamp_min(0)
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """True for tokens, False for no token, bool [N]."""
+        return self.tokens >= 0
+
+    @cached_property
+    def _real_weights(self) -> torch.Tensor:
+        """`weights`, but 0 instead of -2 for no token, float32 [2, N]."""
+        assert self.weights is not None
+        return torch.where(self.real, self.weights, self.weights.clamp_min(0.0))
 
     def padded(self, values: torch.Tensor, fill: float | int | bool) -> torch.Tensor:
         """Return values [N] as [B, K + 1], with at least one `fill` after each draft."""
@@ -146,63 +192,60 @@ class DraftBatch:
 
     def mass(self) -> torch.Tensor:
         """Return the probability with which each token was proposed, float32 [N]."""
-        if self.row_of is None:
+        if self.row_of is None or self.row_at is None:
             return torch.ones(len(self.tokens), device=self.tokens.device)
-        tokens = self.tokens.clamp_min(0)
-        drawn = self._looked_up(self.row_of, lambda table, rows: table[rows, tokens])
-        return torch.where(self.row_of >= 0, drawn, 1.0)
+        drawn = self._looked_up(self.row_at, lambda table, rows: table[rows, self.ids])
+        return drawn if self.weights is None else drawn.masked_fill_(self.row_of < 0, 1.0)
 
-    def drawn_from(self, row_of: torch.Tensor) -> torch.Tensor:
-        """Return rows `row_of`, int64 [n], of `draft_probs`: float32 [n, V]; any row for -1."""
-        return self._looked_up(row_of, lambda table, rows: table.index_select(0, rows))
+    def drawn_from(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 [n, V], some rows of `draft_probs`, int64 [n], not negative."""
+        return self._looked_up(rows, lambda table, rows: table.index_select(0, rows))
 
     def _looked_up(
-        self, row_of: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self, rows: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of `take(table, rows)` from each row's own table; rows int64 [n]."""
-        first, found = 0, row_of
+        if len(self.draft_probs) == 1:
+            return take(self.draft_probs[0], rows)
+        first, found = 0, rows
         for table in self.draft_probs:
-            rows = row_of - first
-            taken = take(table, rows.clamp(0, len(table) - 1))
-            is_here = (rows >= 0).view(-1, *[1] * (taken.dim() - 1))
+            own = rows - first
+            taken = take(table, own.clamp(0, len(table) - 1))
+            is_here = (own >= 0).view(-1, *[1] * (taken.dim() - 1))
             found = torch.where(is_here, taken, found) if first else taken
             first += len(table)
         return found
 
     def residual(
-        self, target_probs: torch.Tensor, index: torch.Tensor, support: torch.Tensor | None = None
+        self, own: torch.Tensor, index: torch.Tensor, support: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return (support * target_probs - draft_probs)+ at some tokens, float32 [n, V].
 
         Args:
-            target_probs: float32 [N, V].
+            own: float32 [n, V], the rows of target_probs at these tokens; not changed.
             index: int64 [n] into `tokens`; n bounds the memory.
             support: float32 [n]; None for 1.
         """
-        rest = target_probs.index_select(0, index)  # on a CPU faster than target_probs[index]
-        if support is not None:
-            rest.mul_(support[:, None])
-        tokens = self.tokens[index, None]
-        dense = torch.zeros_like(index, dtype=torch.bool)
-        if self.row_of is not None:
-            row_of = self.row_of[index]
-            dense = row_of >= 0
-            rest.addcmul_(self.drawn_from(row_of), dense[:, None].to(rest.dtype), value=-1)
-        certain = ~dense[:, None] & (tokens >= 0)
-        places = tokens.clamp_min(0)
-        rest.scatter_(1, places, rest.gather(1, places).masked_fill(certain, 0.0))
+        rest = own if support is None else own * support[:, None]
+        weights = None if self.weights is None else self._real_weights[:, index, None]
+        if self.row_at is not None:
+            drawn = self.drawn_from(self.row_at[index])
+            if weights is None:
+                rest = rest - drawn
+            else:
+                rest = torch.addcmul(rest, drawn, weights[0], value=-1)
+        if weights is not None:  # a certain token has probability 1 in its row; -2 is enough
+            add = rest.scatter_add if rest is own else rest.scatter_add_
+            rest = add(1, self.ids[index, None], weights[1])
         return rest.clamp_min_(0.0)
 
 
-def _noise_of(known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the random numbers of a batch, or only their keys if the host lacks the places."""
+def _noise_of(known: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the random numbers of a batch, float64 [N + D]."""
     of = np.concatenate([known["request_of"], known["drafted"]])
     purposes = np.array([ACCEPT, CORRECT]).repeat([len(known["request_of"]), len(known["drafted"])])
-    keys = keys_of(known["seeds"][of], purposes)
-    if "places" not in known:
-        return {"keys": keys}
     index = np.concatenate([known["place_of"], np.zeros_like(known["drafted"])])
-    return {"noise": uniform(keys, known["places"][of], index)}
+    return uniform(keys_of(known["seeds"][of], purposes), known["places"][of], index)
 
 
 @dataclass(frozen=True)
@@ -210,8 +253,8 @@ class Verdict:
     """Emitted tokens of a batch.
 
     Attributes:
-        tokens: int64 [B, K + 1]: accepted draft tokens, then the recovered or bonus token, then
-            FILLER.
+        tokens: int64 [B, C + 1]: accepted draft tokens, then the recovered or bonus token, then
+            FILLER. C is at least the length of the longest draft.
         accepted: int64 [B], number of accepted draft tokens.
     """
 
@@ -219,7 +262,9 @@ class Verdict:
     accepted: torch.Tensor
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, accepted: torch.Tensor) -> "Verdict":
-        """Keep the first `accepted` [B] of each request's `tokens` [B, K + 1], and one more."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return cls(tokens.masked_fill(places > accepted[:, None], FILLER), accepted)
+    def of(cls, tokens: torch.Tensor, accepted: torch.Tensor, columns: torch.Tensor) -> "Verdict":
+        """Keep the first `accepted` [B] of each request's `tokens` [B, C + 1], and one more.
+
+        `tokens` are changed in place. `columns` int64 [C + 1] are 0 to C.
+        """
+        return cls(tokens.masked_fill_(columns > accepted[:, None], FILLER), accepted)

@@ -48,16 +48,15 @@ def fuzzy_rule(
         divergence: "js" or "kl" in nats, or "tv".
         threshold: A sampled draft token is accepted if its rows diverge by less.
     """
-    target = at_tokens(target_probs, drafts.tokens)
+    target = at_tokens(drafts, target_probs)
     strict = passes(drafts, target_probs)
     near = torch.zeros_like(strict)
     variation = torch.zeros_like(target)
-    if drafts.row_of is not None:
+    if drafts.row_of is not None and drafts.row_at is not None:
+        eligible = (drafts.row_of >= 0) & (target > 0) & drafts.real
         for part in slices(len(target), target_probs.shape[1], target_probs.device):
-            row_of = drafts.row_of[part]
-            p, q = target_probs[part], drafts.drawn_from(row_of)
-            sampled = (row_of >= 0) & (target[part] > 0)
-            near[part] = sampled & (diverge(p, q, divergence) < threshold)
+            p, q = target_probs[part], drafts.drawn_from(drafts.row_at[part])
+            near[part] = eligible[part] & (diverge(p, q, divergence) < threshold)
             variation[part] = diverge(p, q, "tv") * near[part]
     accepted = in_a_row(drafts, strict | near)
     emitted = drafts.place_of < accepted[drafts.request_of]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_hetero_spec.verify.drafts import FILLER, DraftBatch, Verdict
+from vllm_hetero_spec.verify.drafts import DraftBatch, Verdict
 from vllm_hetero_spec.verify.noise import choose, slices
 from vllm_hetero_spec.verify.race import race
 
@@ -67,7 +67,8 @@ def block_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tens
     S_j = sum (P_j p_{j+1} - q_{j+1})+. On average it accepts no fewer tokens than `token_rule`.
     """
     mass = drafts.mass()
-    ratios = torch.where(mass > 0, at_tokens(target_probs, drafts.tokens) / mass, 0.0)
+    proposed = (mass > 0) & drafts.real
+    ratios = torch.where(proposed, at_tokens(drafts, target_probs) / mass, 0.0)
     ratios = drafts.padded(ratios, 0.0)
     running = [target_probs.new_ones(drafts.size)]
     for place in range(drafts.width):
@@ -78,7 +79,8 @@ def block_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tens
         index = drafts.later[part]
         cells = drafts.request_of[index], drafts.place_of[index]
         behind = support[cells]
-        excess = drafts.residual(target_probs, index, behind).sum(-1)
+        own = target_probs.index_select(0, index)  # on a CPU faster than target_probs[index]
+        excess = drafts.residual(own, index, behind).sum(-1)
         survival[cells] = excess / (1.0 - behind + excess)
     survival.nan_to_num_(0.0)
     uniform = drafts.padded(drafts.accept_noise(), 0.0)
@@ -99,8 +101,8 @@ def greedy_rule(drafts: DraftBatch, best: torch.Tensor, bonus: torch.Tensor) -> 
         best: int64 [N], the target's choice at each draft token.
         bonus: int64 [B], the target's choice after each draft.
     """
-    own = drafts.padded(best, FILLER).scatter_(1, drafts.counts[:, None], bonus[:, None])
-    return Verdict.of(own, in_a_row(drafts, drafts.tokens == best))
+    accepted = in_a_row(drafts, drafts.tokens == best)
+    return _emitted(drafts, best, accepted, drafts.counts, bonus)
 
 
 def race_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tensor) -> Verdict:
@@ -117,13 +119,13 @@ def race_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tenso
 
 def passes(drafts: DraftBatch, target_probs: torch.Tensor) -> torch.Tensor:
     """Return the result of the ratio test for each draft token separately, bool [N]."""
-    mass, target = drafts.mass(), at_tokens(target_probs, drafts.tokens)
-    return (drafts.accept_noise() * mass < target) & (mass > 0)
+    mass, target = drafts.mass(), at_tokens(drafts, target_probs)
+    return (drafts.accept_noise() * mass < target) & (mass > 0) & drafts.real
 
 
-def at_tokens(target_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return p(K) per draft token; 0 for negative ids (padding of a draft by the scheduler)."""
-    return torch.where(tokens >= 0, target_probs.gather(1, tokens.clamp_min(0)[:, None])[:, 0], 0.0)
+def at_tokens(drafts: DraftBatch, target_probs: torch.Tensor) -> torch.Tensor:
+    """Return p(K) per draft token, float32 [N]; undefined for no token (-1)."""
+    return target_probs.gather(1, drafts.ids[:, None])[:, 0]
 
 
 def in_a_row(drafts: DraftBatch, accept: torch.Tensor) -> torch.Tensor:
@@ -131,7 +133,7 @@ def in_a_row(drafts: DraftBatch, accept: torch.Tensor) -> torch.Tensor:
 
     `accept`, bool [N], is True for tokens that pass by themselves.
     """
-    ends = torch.where(accept, drafts.width, drafts.place_of)
+    ends = torch.add(drafts.place_of, accept, alpha=drafts.width)  # accepted: behind every draft
     return drafts.counts.scatter_reduce(0, drafts.request_of, ends, "amin")
 
 
@@ -148,19 +150,36 @@ def corrected(
     others would synchronize with the device.
     """
     some, uniform = drafts.drafted, drafts.correct_noise()
-    ends, counts = accepted[some], drafts.counts[some]
-    places = drafts.starts[some] + ends.minimum(counts - 1)
-    drawn = torch.empty_like(some)
+    every = len(some) == drafts.size
+    ends, last = (accepted, bonus) if every else (accepted[some], bonus[some])
+    if support is not None and not every:
+        support = support[some]
+    places = (drafts.heads + ends).minimum(drafts.tails)
+    drawn = []
     for part in slices(len(some), target_probs.shape[1], target_probs.device):
-        index = places[part]
-        rest = drafts.residual(
-            target_probs, index, None if support is None else support[some[part]]
-        )
+        own = target_probs.index_select(0, places[part])
+        rest = drafts.residual(own, places[part], None if support is None else support[part])
         # If p equals q, rounding can leave nothing; then p itself is the right distribution.
         empty = rest.sum(-1, keepdim=True) <= 0
-        rest.addcmul_(target_probs.index_select(0, index), empty.to(rest.dtype))
-        drawn[part] = choose(rest, uniform[part])
-    last = bonus.clone()
-    last[some] = torch.where(ends < counts, drawn, bonus[some])
-    tokens = drafts.padded(drafts.tokens, FILLER).scatter_(1, accepted[:, None], last[:, None])
-    return Verdict.of(tokens, accepted)
+        drawn.append(choose(torch.where(empty, own, rest), uniform[part]))
+    if drawn:
+        recovered = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        last = torch.where(ends < drafts.sizes, recovered, last)
+    if not every:
+        last = bonus.index_copy(0, some, last)
+    return _emitted(drafts, drafts.ids, accepted, accepted, last)
+
+
+def _emitted(
+    drafts: DraftBatch,
+    values: torch.Tensor,
+    accepted: torch.Tensor,
+    at: torch.Tensor,
+    last: torch.Tensor,
+) -> Verdict:
+    """Return a verdict whose tokens are values [N] with `last` [B] at the places `at` [B]."""
+    if len(values):
+        tokens = values[drafts.grid].scatter_(1, at[:, None], last[:, None])
+    else:
+        tokens = last[:, None].repeat(1, len(drafts.columns))
+    return Verdict.of(tokens, accepted, drafts.columns)

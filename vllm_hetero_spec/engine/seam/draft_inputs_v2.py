@@ -28,6 +28,7 @@ class DraftInputs:
         self._send = Sender(runner.device).send
         shape = runner.max_num_reqs, runner.num_speculative_steps
         self._nothing = torch.zeros(shape, dtype=torch.int64, device=runner.device)
+        self._padded: dict[int, torch.Tensor] = {}  # the same by draft length
 
     @property
     def may_follow(self) -> bool:
@@ -48,12 +49,17 @@ class DraftInputs:
 
         state.prepare_inputs = prepare_inputs
 
-    def nothing(self, batch: "InputBatch") -> torch.Tensor:
+    def nothing(self, batch: "InputBatch", length: int | None = None) -> torch.Tensor:
         """Return zeros int64 [B, K], as a substitute for drafts that are not ready.
 
-        vLLM writes -1 into it, behind a step's draft length.
+        vLLM writes -1 into it, behind the step's draft length, and nothing else. For a known
+        `length` no operation is queued, because the same columns are always overwritten.
         """
-        return self._nothing[: batch.num_reqs].zero_()
+        if length is None:
+            return self._nothing[: batch.num_reqs].zero_()
+        if length not in self._padded:
+            self._padded[length] = torch.zeros_like(self._nothing)
+        return self._padded[length][: batch.num_reqs]
 
     def of(self, batch: "InputBatch") -> torch.Tensor:
         """Return a step's padded drafts, int64 [B, K], from the request states."""
@@ -75,15 +81,31 @@ class DraftInputs:
         if counts is None:
             return lambda drafts: None
         behind = np.cumsum(counts)  # a draft is the end of its request's ids
-        ends = batch.query_start_loc_np[1 : batch.num_reqs + 1]
-        (places,) = self._send(np.arange(behind[-1]) + np.repeat(ends - behind, counts))
+        borders = batch.query_start_loc_np[: batch.num_reqs + 1]
+        write = self._writing(batch.input_ids, borders, counts)
         lines = list(zip(batch.req_ids, behind.tolist(), counts.tolist(), strict=True))
 
         def fill(drafts: Mapping[str, Sequence[int]]) -> None:
-            ids = np.zeros(len(places), np.int32)
+            ids = np.zeros(behind[-1], np.int32)
             for req_id, end, count in lines:
                 tokens = drafts.get(req_id, ())[:count]
                 ids[end - count : end - count + len(tokens)] = tokens
-            batch.input_ids.index_copy_(0, places, *self._send(ids))
+            write(*self._send(ids))
 
         return fill
+
+    def _writing(
+        self, input_ids: torch.Tensor, borders: np.ndarray, counts: np.ndarray
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that writes drafts int32 [N] to the ends of their requests' ids.
+
+        Args:
+            borders: int [B + 1], first id of each request, then the number of ids.
+            counts: int [B], length of each draft.
+        """
+        if (counts == counts[0]).all() and (np.diff(borders) == counts + 1).all():  # only decoding
+            table = input_ids[: borders[-1]].view(len(counts), -1)[:, 1:]
+            return lambda ids: table.copy_(ids.view_as(table))
+        behind = np.cumsum(counts)
+        (places,) = self._send(np.arange(behind[-1]) + np.repeat(borders[1:] - behind, counts))
+        return lambda ids: input_ids.index_copy_(0, places, ids)

@@ -54,6 +54,8 @@ class RunnerV2(Runner):
         self.staged = bool(runner.use_pp)
         self.ended: Collection[str] = ()
         self._lengths: dict[str, int] = {}  # tokens by request, in the last view
+        self._written: dict[str, int] = {}  # output tokens by request, in the last view
+        self._places: dict[str, int] = {}  # output tokens before each request's newest draft
         self._device_clock = DeviceClock(runner.device)  # with asynchronous scheduling
         size = 2 * 4 * runner.max_num_reqs
         self._counts = [Receiver(runner.device, size) for _ in range(ON_THEIR_WAY)]
@@ -64,9 +66,10 @@ class RunnerV2(Runner):
         self._output, new = scheduler_output, scheduler_output.scheduled_new_reqs
         for req_id in scheduler_output.preempted_req_ids or ():
             self._preempted.add(req_id)
-            self._drafted.pop(req_id, None)
+            for of_draft in (self._drafted, self._places):
+                of_draft.pop(req_id, None)
         for req_id in scheduler_output.finished_req_ids:
-            for known in (self._new, self._started, self._params, self._drafted):
+            for known in (self._new, self._started, self._params, self._drafted, self._places):
                 known.pop(req_id, None)
             self._preempted.discard(req_id)
         for each in new:
@@ -75,7 +78,7 @@ class RunnerV2(Runner):
             self._preempted.discard(each.req_id)
             self._new[each.req_id] = each
             # vLLM may schedule draft positions for a new request, which are padding.
-            for of in (self._params, self._drafted):
+            for of in (self._params, self._drafted, self._places):
                 of.pop(each.req_id, None)
         self._count_drafts()
         if self.trees is not None:
@@ -109,13 +112,13 @@ class RunnerV2(Runner):
         assert self._output is not None, "no step has begun"
         # Mark the time before the copy, so that it is known when the counts have arrived.
         times = self._device_clock.ends() if self.buckets else None
-        lengths = self._runner.req_states.total_len.gpu[batch.idx_mapping]
+        lengths = self._runner.req_states.total_len.gpu
         self._counts.append(self._counts.pop(0))
         return SampledStep(
             req_ids=batch.req_ids,
             slots=batch.idx_mapping_np.copy(),
             came=[self._new.get(req_id) for req_id in batch.req_ids],
-            counts=self._counts[0].fetch(torch.stack((num_sampled.int(), lengths))),
+            counts=self._counts[0].fetch(torch.cat((num_sampled.int(), lengths))),
             output=self._output,
             verified=self._verified,
             times=times,
@@ -131,10 +134,10 @@ class RunnerV2(Runner):
 
     def _texts(self, step: SampledStep) -> tuple[list[int], list[np.ndarray]]:
         """Return each request's number of sampled tokens and token ids. Waits for the device."""
-        sampled, lengths = step.counts.wait().tolist()
+        sampled, lengths = np.split(step.counts.wait(), [len(step.slots)])
         texts = self._runner.req_states.all_token_ids._uva_buf.np
-        places = zip(step.slots.tolist(), lengths, strict=True)
-        return sampled, [texts[slot, :length] for slot, length in places]
+        places = zip(step.slots.tolist(), lengths[step.slots].tolist(), strict=True)
+        return sampled.tolist(), [texts[slot, :length] for slot, length in places]
 
     def view(self, step: SampledStep, *, late: bool = False) -> StepView:
         """Build the view of a step. Waits until it has sampled.
@@ -146,6 +149,10 @@ class RunnerV2(Runner):
         sampled, texts = self._texts(step)
         times = self._clock.viewed() if step.times is None else step.times()
         prompts = self._runner.req_states.prompt_len.np[step.slots].tolist()
+        if not late:
+            self._lengths = dict(zip(step.req_ids, map(len, texts), strict=True))
+            written = (len(text) - prompt for text, prompt in zip(texts, prompts, strict=True))
+            self._written = dict(zip(step.req_ids, written, strict=True))
         rows, requests = output.num_spec_tokens_to_schedule, []
         for index, (req_id, text) in enumerate(zip(step.req_ids, texts, strict=True)):
             if late and (req_id in self._preempted or not step.came_as(index, self._new)):
@@ -167,7 +174,6 @@ class RunnerV2(Runner):
             )
         started: Mapping[str, str | None] = {}
         if not late:
-            self._lengths = dict(zip(step.req_ids, map(len, texts), strict=True))
             started, self._started = self._started, {}
         return StepView(
             requests=requests,
@@ -235,6 +241,7 @@ class RunnerV2(Runner):
             others |= {each.req_id for each in self._output.scheduled_new_reqs}
         pairs = zip(batch.req_ids, map(list, drafts), strict=True)
         self._drafted |= {req_id: draft for req_id, draft in pairs if req_id not in others}
+        self._places |= {of: self._written.get(of, 0) for of in batch.req_ids if of not in others}
         if self.trees is not None:
             handed_out = dict(zip(batch.req_ids, drafts, strict=True))
             self.trees.on_drafts_taken(handed_out, self._lengths)
@@ -256,15 +263,24 @@ class RunnerV2(Runner):
         self._device_clock.start()
 
     def batch(self, batch: "InputBatch") -> BatchView:
-        """Return the batch for which tokens are being sampled; its seeds are on the device."""
-        if all(req_id in self._new for req_id in batch.req_ids):
-            lengths = [self._verified.get(req_id, 0) for req_id in batch.req_ids]
-            trees = None if self.trees is None else self.trees.view()
-            asked = self._runner.sampler.logprob_token_ids_state
-            named = asked.max_num_token_ids(batch.idx_mapping_np)
-            return BatchView(batch.req_ids, lengths=lengths, trees=trees, named=named)
-        rows = np.diff(batch.cu_num_logits_np) - 1  # without the bonus token's
-        return BatchView(batch.req_ids, lengths=rows.tolist())
+        """Return the batch for which tokens are being sampled; its seeds are in the runner.
+
+        The text of a request does not grow between its draft and the verification.
+        """
+        req_ids, first_rows = batch.req_ids, batch.cu_num_logits_np
+        if any(req_id not in self._new for req_id in req_ids):
+            rows = np.diff(first_rows) - 1  # without the bonus token's
+            places = [0] * len(rows)
+            return BatchView(req_ids, (), places, rows.tolist(), first_rows=first_rows)
+        asked = self._runner.sampler.logprob_token_ids_state
+        return BatchView(
+            req_ids,
+            num_output_tokens=[self._places.get(req_id, 0) for req_id in req_ids],
+            lengths=[self._verified.get(req_id, 0) for req_id in req_ids],
+            trees=None if self.trees is None else self.trees.view(),
+            named=asked.max_num_token_ids(batch.idx_mapping_np),
+            first_rows=first_rows,
+        )
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return int64 [n], the index in its request's output of the token after each position.

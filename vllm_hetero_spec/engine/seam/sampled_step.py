@@ -26,7 +26,8 @@ class SampledStep:
     Attributes:
         slots: int64 [B], slots of the requests in the runner.
         came: Newest NewRequestData of each request.
-        counts: int32 [2, B], number of sampled tokens and of all tokens of each request.
+        counts: int32 [B + S], number of sampled tokens of each request, then of all tokens of each
+            of the S slots.
         output: vLLM's SchedulerOutput of the step.
         verified: Number of draft tokens that the step verifies, by request.
         times: Returns device times once `counts` has arrived; None if the host times the step.

@@ -96,8 +96,9 @@ class HeteroSpeculator(BaseSpeculator):
         to the other stages.
         """
         self._sampled = self._batch = None
+        scheduled: int | None = kwargs.get("num_speculative_tokens")
         if dummy_run or not self.proposer.warm:
-            return self.seam.inputs.nothing(input_batch)
+            return self.seam.inputs.nothing(input_batch, scheduled)
         self._sampled = input_batch, self.seam.sampled(input_batch, num_sampled)
         if self.seam.staged or not self.seam.buckets:
             self._begin()
@@ -105,7 +106,7 @@ class HeteroSpeculator(BaseSpeculator):
         if self.seam.staged and self._batch is not None:
             self.finish()
             return self.seam.inputs.of(input_batch)
-        return self.seam.inputs.nothing(input_batch)
+        return self.seam.inputs.nothing(input_batch, scheduled)
 
     def _begin(self) -> None:
         """Read or skip the last step. Reading waits for the device, and begins the drafts."""

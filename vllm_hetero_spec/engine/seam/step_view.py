@@ -184,8 +184,10 @@ class BatchView:
     Attributes:
         req_ids: Requests, in the batch's order.
         noise_seeds: `RequestParams.noise_seed`.
-        num_output_tokens: Target tokens generated before this step.
+        num_output_tokens: Target tokens generated before this step. On V2, 0 for a request without
+            a draft.
         lengths: Draft tokens of each request.
+        first_rows: int [B + 1], first row of logits of each request, then the number of rows.
         trees: Draft trees; None if all drafts are chains.
         named: Maximum number of `logprob_token_ids` of a request.
         void: Requests whose draft tokens in this step are padding.
@@ -198,3 +200,4 @@ class BatchView:
     trees: TreesView | None = None
     named: int = 0
     void: Collection[str] = ()
+    first_rows: np.ndarray | None = None

@@ -44,8 +44,10 @@ class PendingDraftProbs:
         lengths: Sequence[int],
         tokens: torch.Tensor,
         seeds: Sequence[int] | np.ndarray | None,
-        places: Sequence[int] | torch.Tensor | None,
+        places: Sequence[int] | None,
         void: Collection[str] = (),
+        first_rows: np.ndarray | None = None,
+        room: int = 0,
     ) -> DraftBatch:
         """Return the drafts of a step with their draft_probs, and delete these here.
 
@@ -53,7 +55,7 @@ class PendingDraftProbs:
             req_ids: [B]; empty while vLLM profiles with dummy requests, whose drafts are certain.
             lengths: [B], draft tokens. A draft may be cut at its end, or padded there with -1.
             tokens: int64 [N], draft tokens.
-            seeds, places: [B], as in `DraftBatch`.
+            seeds, places, first_rows, room: As in `DraftBatch.of`.
             void: Requests whose draft tokens are padding. Their draft_probs belong to no token.
         """
         # All requests of a round share one table, whose `id()` is the key. The values are the table
@@ -81,6 +83,8 @@ class PendingDraftProbs:
             row_of=row_of,
             req_ids=req_ids,
             send=self._send,
+            first_rows=first_rows,
+            room=room,
         )
 
 

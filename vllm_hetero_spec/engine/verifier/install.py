@@ -36,8 +36,8 @@ class Verifier:
     """Verification of one engine. Replaces the rejection sampler and, for races, the sampling."""
 
     def __init__(self, options: HeteroOptions, seam: Runner, stats: DraftStats) -> None:
-        # Trees need their own buffers, because those of the drafts are still in use.
-        send, send_trees = (Sender(seam.device, _PARTS).send for _ in range(2))
+        # Packets without drafts need their own buffers, because those of drafts are still in use.
+        send, send_other = (Sender(seam.device, _PARTS).send for _ in range(2))
         self._pending = PendingDraftProbs(send)
         self._fuzzy: FuzzyRule | None = None
         self._greedy: set[str] = set()  # requests of the last step
@@ -64,7 +64,7 @@ class Verifier:
                 racing = seam.replace_randomness(lambda mode: RaceSamplerV1(seam.batch, mode, send))
             seam.replace_rejection_sampler(
                 lambda *args: HeteroRejectionSamplerV1(
-                    rule, self._pending, racing, seam.batch, send_trees, stats, *args
+                    rule, self._pending, racing, seam.batch, send_other, stats, *args
                 )
             )
         else:
@@ -79,7 +79,7 @@ class Verifier:
                 races = seam.replace_randomness(lambda states: RaceSamplerV2(states, seam.places))
             seam.replace_rejection_sampler(
                 lambda *args: HeteroRejectionSamplerV2(
-                    rule, self._pending, races, seam.batch, seam.places, send_trees, stats, *args
+                    rule, self._pending, races, seam.batch, send_other, stats, *args
                 )
             )
 

@@ -3,8 +3,8 @@
 
 vLLM's sampler applies all sampling parameters to the rows of draft and bonus tokens. Bonus tokens
 are sampled as vLLM samples tokens without drafts, so that a seed gives the same result in any
-batch. Places and parameters are on the device. One packet contains the draft lengths and the keys
-of random numbers.
+batch. One packet contains all indices and the random numbers of the rule. If all requests are
+greedy, verification is a comparison with each row's likeliest token.
 
 Memory: target_probs overwrite the logits that vLLM has copied, at most 1 GiB at a time. They need a
 table of their own if vLLM has made no copy, or if logprobs need the logits.
@@ -46,8 +46,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         pending: Contains the draft_probs of the proposer.
         races: Sampler of tokens if they are raced for; else None.
         batch: Returns the requests of vLLM's batch, and the true lengths of their drafts.
-        places: As in `RaceSamplerV2`.
-        send: Copies arrays to the device, once for each part of a batch with trees.
+        send: Copies arrays to the device, at most once for each part of a batch.
     """
 
     def __init__(
@@ -56,15 +55,13 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         pending: PendingDraftProbs,
         races: RaceSamplerV2 | None,
         batch: Callable[[InputBatch], BatchView],
-        places: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         send: Send,
         stats: DraftStats,
         *args: Any,
     ) -> None:
         super().__init__(*args)
         self._rule, self._pending, self._races = rule, pending, races
-        self._batch, self._places, self._stats = batch, places, stats
-        self._send = send
+        self._batch, self._send, self._stats = batch, send, stats
         self._processed_logprobs = self.sampler.logprobs_mode.startswith("processed")
         # With trees: input token of each row that is not verified yet.
         self._fed = torch.zeros(0, dtype=torch.int64)
@@ -113,18 +110,19 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
-        self._rows = expanded_idx_mapping, expanded_local_pos
+        self._rows, self._order = (expanded_idx_mapping, expanded_local_pos), None
         part = slice(self._verified, self._verified + len(idx_mapping_np))
         self._verified = part.stop
-        starts = cu_num_logits[:-1].long()
         temperature = states.temperature.np[idx_mapping_np]
         greedy, random = not temperature.any(), bool(temperature.all())
-        seeds, places = None, None
-        if not greedy:
-            seeds = states.seeds.np[idx_mapping_np]
-            places = self._places(idx_mapping, pos[starts])
-        drafts, rows = self._drafts(part, seeds, places, starts, verify_draft_sampled)
-        ends = starts + drafts.counts  # a padded draft has more rows after this one
+        trees = self._view.trees
+        if greedy and trees is None:
+            return processed, *self._greedy(processed, part, verify_draft_sampled)
+        seeds = None if greedy else states.seeds.np[idx_mapping_np]
+        drafts = self._drafts(part, seeds, verify_draft_sampled)
+        assert drafts.rows is not None
+        assert drafts.ends is not None
+        rows, ends = drafts.rows, drafts.ends
         # Before the rule overwrites the logits.
         best = None if random else fast_argmax(processed)
         if greedy and best is not None:
@@ -135,7 +133,7 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         if not (greedy or random):
             is_greedy = states.temperature.gpu[idx_mapping] == 0
         kept = processed is logits or self._processed_logprobs or sampler.return_sampling_mask
-        walk, trees = None, self._view.trees
+        walk = None
         if trees is not None:
             count = trees.num_rows(part)
             fed, self._fed = self._fed[:count], self._fed[count:]
@@ -156,18 +154,56 @@ class HeteroRejectionSamplerV2(RejectionSampler):
             lambda: _target_probs(processed, rows, kept=kept),
         )
         sampled, accepted = self._padded(verdict.tokens), verdict.accepted
-        self._order = None
         if walk is not None:
             sampled = torch.where(walk.walks[:, None], self._padded(walk.tokens), sampled)
             accepted = torch.where(walk.walks, walk.accepted, accepted)
             self._order = walk.order
             if self.sampler.return_sampling_mask or self._processed_logprobs:
                 processed = processed[walk.order]
-        return processed, sampled, (accepted + 1).to(torch.int32)
+        counts = torch.empty_like(accepted, dtype=torch.int32)
+        return processed, sampled, torch.add(accepted, 1, out=counts)
+
+    def _greedy(
+        self, logits: torch.Tensor, part: slice, fed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Emit the likeliest token of each row, up to the first draft token that differs.
+
+        Args:
+            logits: [R, V], rows of these requests of the batch.
+            fed: int [R], the token before each row; -1 for no token.
+
+        Returns:
+            Tokens int64 [B, num_speculative_steps + 1], and the number of valid ones of each
+            request, int32 [B]. The others are undefined, as in vLLM's own sampler.
+        """
+        first, best = self._first(part), fast_argmax(logits)
+        counts, lengths = np.diff(first), np.array(self._view.lengths[part])
+        width = int(counts.max())
+        inside = np.arange(width - 1) < lengths[:, None]  # padding is never accepted
+        masks: list[torch.Tensor] = []
+        if (counts == width).all():
+            tokens, fed = best.view(-1, width), fed.view(-1, width)
+            if not inside.all():
+                masks = self._send(inside)
+        else:
+            grid = np.minimum(first[:-1, None] + np.arange(width), first[1:, None] - 1)
+            places, *masks = self._send(grid, inside)
+            tokens, fed = best[places], fed[places]
+        agrees = tokens[:, :-1] == fed[:, 1:]
+        for mask in masks:
+            agrees &= mask
+        return self._padded(tokens), agrees.cumprod(1).sum(1, dtype=torch.int32).add_(1)
+
+    def _first(self, part: slice) -> np.ndarray:
+        """Return int64 [B + 1], first row of each request in a part, then the number of rows."""
+        assert self._view.first_rows is not None
+        first: np.ndarray = self._view.first_rows[part.start : part.stop + 1].astype(np.int64)
+        return first - first[0]
 
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return emitted tokens as int64 [B, num_speculative_steps + 1]."""
-        return pad(tokens, (0, self.num_speculative_steps + 1 - tokens.shape[1]), value=FILLER)
+        missing = self.num_speculative_steps + 1 - tokens.shape[1]
+        return pad(tokens, (0, missing), value=FILLER) if missing else tokens
 
     def _get_logprobs_tensors(
         self,
@@ -199,33 +235,34 @@ class HeteroRejectionSamplerV2(RejectionSampler):
         )
 
     def _drafts(
-        self,
-        part: slice,
-        seeds: np.ndarray | None,
-        places: torch.Tensor | None,
-        starts: torch.Tensor,
-        draft_sampled: torch.Tensor,
-    ) -> tuple[DraftBatch, torch.Tensor]:
-        """Return the drafts of the next requests, and the row of logits of each token, int64 [N].
+        self, part: slice, seeds: np.ndarray | None, draft_sampled: torch.Tensor
+    ) -> DraftBatch:
+        """Return the drafts of the next requests, with the rows of logits of their tokens.
 
         Requests with a tree have no draft here; only their root's row counts.
 
         Args:
             part: Requests of the batch.
-            seeds, places: int64 [B]; None if all requests are greedy. Seeds are on the host.
-            starts: int64 [B], first row of each request.
-            draft_sampled: The token before each row: each request's last token, its draft and
-                padding; -1 stands for no token.
+            seeds: int64 [B]; None if all requests are greedy.
+            draft_sampled: int [R], the token before each row: each request's last token, its draft
+                and padding; -1 stands for no token.
         """
-        lengths = self._view.lengths[part]
-        if self._view.trees is not None:
-            planned = self._view.trees.planned[part]
+        view = self._view
+        lengths = view.lengths[part]
+        if view.trees is not None:
+            planned = view.trees.planned[part]
             lengths = [0 if tree else length for tree, length in zip(planned, lengths, strict=True)]
         drafts = self._pending.batch(
-            self._view.req_ids[part], lengths, draft_sampled, seeds, places
+            view.req_ids[part],
+            lengths,
+            draft_sampled,
+            seeds,
+            None if seeds is None else view.num_output_tokens[part],
+            first_rows=self._first(part)[:-1],
+            room=self.num_speculative_steps,
         )
-        rows = starts[drafts.request_of] + drafts.place_of
-        return replace(drafts, tokens=draft_sampled[rows + 1].long()), rows
+        assert drafts.rows is not None
+        return replace(drafts, tokens=draft_sampled[1:].index_select(0, drafts.rows).long())
 
     def _drawn(
         self, logits: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor
