@@ -119,8 +119,10 @@ def race_rule(drafts: DraftBatch, target_probs: torch.Tensor, bonus: torch.Tenso
 
 def passes(drafts: DraftBatch, target_probs: torch.Tensor) -> torch.Tensor:
     """Return the result of the ratio test for each draft token separately, bool [N]."""
-    mass, target = drafts.mass(), at_tokens(drafts, target_probs)
-    return (drafts.accept_noise() * mass < target) & (mass > 0) & drafts.real
+    mass = drafts.mass()
+    # The minimum refuses tokens of mass 0. It changes nothing else, because the noise is below 1.
+    target = at_tokens(drafts, target_probs).minimum(mass)
+    return (drafts.accept_noise() * mass < target) & drafts.real
 
 
 def at_tokens(drafts: DraftBatch, target_probs: torch.Tensor) -> torch.Tensor:
