@@ -14,7 +14,7 @@ ROOMS = {
     "draft trees": "trees,engine.trees",
     "drafting ahead": "engine.ahead",
     "copies": "engine.copies",
-    "parallel drafters": "engine.drafter.parallel,engine.drafter.recorded_parallel",
+    "parallel drafters": "engine.drafter.parallel",
     "SLRS": "slrs,engine.drafter.slrs_spans",
     "fuzzy verification": "verify.fuzzy,engine.verifier.fuzzy_report",
 }
