@@ -60,3 +60,12 @@ def test_download_commands_are_printed(target: str, capsys: pytest.CaptureFixtur
 def test_a_small_target_has_none(demo_pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", str(demo_pair / "target")]) == 0
     assert "so small that no known drafter" in capsys.readouterr().out
+
+
+def test_a_target_is_not_its_own_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the size of a target whose weights are not on the machine."""
+    config = SimpleNamespace(model_type="qwen3")
+    monkeypatch.setattr(known_drafters, "text_config", lambda *_: config)
+    monkeypatch.setattr(known_drafters, "local_folder", lambda name: None)
+    names = [each.name for each in known_drafters.known_for("Qwen/Qwen3-0.6B", False)]
+    assert sorted([*names, "Qwen/Qwen3-0.6B"]) == sorted(each.name for each in KNOWN)

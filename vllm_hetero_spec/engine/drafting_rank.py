@@ -211,12 +211,12 @@ class DraftingRank:
         self.observer.observe(step)
         plan = self._agreed(self.control.plan(step, self.requests.num_unread(step)))
         self._stats.off_steps += not (any(plan.lookahead) or plan.copied)
-        self._show_gauges()
         began, known = time.perf_counter(), not step.started
         tasks = self._tasks(step, plan)
         # A new prompt is read once. The new tokens of other requests are a cost of each draft.
         self.control.prepared = time.perf_counter() - began if known else 0.0
         self.source.begin(tasks, self.requests.outside(step), self.observer)
+        self._show_gauges()  # the device works by now
 
     def _finish(self, step: StepView) -> list[Draft]:
         self.control.learn()  # while a device drafts

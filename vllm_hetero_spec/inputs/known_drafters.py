@@ -52,7 +52,8 @@ def known_for(target: str, trust_remote_code: bool) -> Sequence[KnownDrafter]:
     config = text_config(target, trust_remote_code)
     folder = local_folder(target)
     size = None if folder is None else weight_bytes(folder, _BYTES)
-    return ranked(family_of(config), None if size is None else size / _BYTES / 1e6)
+    found = ranked(family_of(config), None if size is None else size / _BYTES / 1e6)
+    return [each for each in found if each.name != target]
 
 
 def family_of(config: Any) -> str | None:
