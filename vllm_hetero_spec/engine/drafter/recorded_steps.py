@@ -156,20 +156,21 @@ class StaticTensors(StaticInputs):
         self, model: DrafterModel, rules: PickConfig, picked: PickBuffers, size: int, tokens: int
     ) -> None:
         device, steps, self._rules = model.device, len(picked.packet), rules
+        even = size + size % 2  # then slots are aligned, for which kernels are compiled
         # Inference tensors cannot be written outside of inference mode.
         with torch.inference_mode(mode=False):
             super().__init__(
                 model,
                 size,
                 tokens,
-                [((3, size), np.int64), ((steps, 2, size), np.int64), ((steps, size), np.int32)],
+                [((3, size), np.int64), ((steps, 2, even), np.int64), ((steps, size), np.int32)],
             )
             _, self.forks, self.plan_places, self.plan_lengths, _ = self.mirror.there
             self._first = torch.arange(2, device=device)
             self._count = self._first.clone()
             self.before, self.step = self._count.split(1)
             self.step_ids = torch.zeros((1, size), dtype=torch.int32, device=device)
-            self.step_places = torch.zeros((1, 2, size), dtype=torch.int64, device=device)
+            self.step_places = torch.zeros((1, 2, even), dtype=torch.int64, device=device)
             self.step_lengths = torch.ones((1, size), dtype=torch.int32, device=device)
             self.now = PickBuffers(1, size, rules)
             self._picked = picked

@@ -60,9 +60,13 @@ class BatchFeed(NamedTuple):
     back: bool = False
 
     @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The ids as int32 [N], like picked ids; then their `tokens[1:]`, and `starts`."""
-        return self.tokens[0].astype(np.int32), self.tokens[1:], self.starts
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The ids as int32 [N], like picked ids; positions and slots int64 [N]; and `starts`.
+
+        A packet aligns each array. Kernels are compiled for aligned slots.
+        """
+        ids, positions, slots = self.tokens
+        return ids.astype(np.int32), positions, slots, self.starts
 
     @property
     def rows(self) -> np.ndarray:

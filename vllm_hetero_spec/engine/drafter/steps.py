@@ -46,11 +46,11 @@ def ragged_batch(
     sent: Sequence[torch.Tensor], feed: BatchFeed, lengths: np.ndarray
 ) -> ForwardBatch:
     """Build a forward from sent tensors: `BatchFeed.arrays`, lengths, table, `BatchFeed.rows`."""
-    ids, places, starts, device_lengths, table, rows = sent
+    ids, positions, slots, starts, device_lengths, table, rows = sent
     return ForwardBatch(
         ids=ids,
-        positions=places[0],
-        slots=places[1],
+        positions=positions,
+        slots=slots,
         starts=starts,
         starts_cpu=torch.from_numpy(feed.starts),
         lengths=device_lengths,

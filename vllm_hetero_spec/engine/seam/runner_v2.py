@@ -147,12 +147,12 @@ class RunnerV2(Runner):
         """
         output = step.output
         sampled, texts = self._texts(step)
-        times = self._clock.viewed() if step.times is None else step.times()
         prompts = self._runner.req_states.prompt_len.np[step.slots].tolist()
         if not late:
             self._lengths = dict(zip(step.req_ids, map(len, texts), strict=True))
             written = (len(text) - prompt for text, prompt in zip(texts, prompts, strict=True))
             self._written = dict(zip(step.req_ids, written, strict=True))
+        times = self._clock.viewed() if step.times is None else step.times()
         rows, requests = output.num_spec_tokens_to_schedule, []
         for index, (req_id, text) in enumerate(zip(step.req_ids, texts, strict=True)):
             if late and (req_id in self._preempted or not step.came_as(index, self._new)):
