@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_hetero_spec.engine.compat import patching
 from vllm_hetero_spec.engine.seam import async_scheduling
@@ -222,6 +227,7 @@ def test_every_batch_of_a_tier_has_a_full_graph(
             _graphs_captured=True,
         )
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(async_scheduling, "_needs_whole_drafts", lambda config: False)
             lookup = partial(async_scheduling._lookup, build_dynamic_sd_schedule_lookup)
             patch.setattr(cudagraph_utils, NAME, lookup)
             init(inspect.unwrap(CudaGraphManager._init_candidates), manager)
@@ -246,7 +252,29 @@ def test_every_batch_of_a_tier_has_a_full_graph(
 def test_stages_without_a_drafter_have_the_same_graphs() -> None:
     """All stages of a pipeline pass rows on, and unpickle the configuration."""
     install_hooks()
+    worker = WorkerWrapperBase()
+    worker.worker = SimpleNamespace(init_device=lambda: None)
+    worker.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+    worker.init_device()
     assert patching.standing(CudaGraphManager, "_init_candidates") == "nearest graphs"
+
+
+@pytest.mark.parametrize(
+    ("builder", "whole"),
+    [
+        (Mamba1AttentionMetadataBuilder, True),
+        (Mamba2AttentionMetadataBuilder, True),
+        (GDNAttentionMetadataBuilder, False),
+        (TritonAttentionMetadataBuilder, False),
+    ],
+)
+def test_layers_that_are_captured_with_whole_drafts_only(
+    builder: type, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimpleNamespace(get_builder_cls=lambda: builder)
+    layers = {"layer": SimpleNamespace(get_attn_backend=lambda: backend)}
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: layers)
+    assert async_scheduling._needs_whole_drafts(SimpleNamespace()) is whole
 
 
 def test_other_drafters_are_left_alone(device: None) -> None:

@@ -252,6 +252,8 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     given = {"use_tqdm_on_load": False, "worker_extension_cls": _EXTENSION, **spec.engine}
+    if given.get("max_model_len") is None:
+        given.pop("max_model_len", None)
     if not current_platform.is_cpu():
         return {"max_model_len": -1, **given}
     defaults = {"dtype": "float32", "enforce_eager": True}

@@ -148,7 +148,8 @@ class TextContext:
             cut = self._cut
             kept = min(kept, self._advance(tail_ids))
             if self._lost and self._cut > cut:
-                self._lost = self._drafter.lost_bytes(self.tail, self.ids[self._cut :])
+                lost = self._drafter.lost_bytes(self.tail, self.ids[self._cut :])
+                self._lost = lost - len(self._space)
         if self._longest is None:
             return kept
         if len(self.ids) > self._longest:
@@ -292,7 +293,10 @@ class TextContext:
         return len(self.ids)
 
     def _cut_at(self, at: int, tail_ids: Sequence[int]) -> bool:
-        right = self._drafter.encode_batch([self.tail[at:]])[0]
+        if self._space:  # as `_split_as_target` encodes the tail
+            right = self._drafter.encode(self.tail[at:] + cuts.ANY_WORD)[:-1]
+        else:
+            right = self._drafter.encode_batch([self.tail[at:]])[0]
         if not right or list(tail_ids[-len(right) :]) != right:
             return False
         self._cut += len(tail_ids) - len(right)

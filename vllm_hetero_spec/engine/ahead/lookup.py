@@ -118,7 +118,8 @@ class Lookup:
         )
         self._stats.translate_seconds += time.perf_counter() - began
         for of, proposal in zip(found, proposals, strict=True):
-            of.ends = self._bridge.ids_covering(of.ids, proposal, of.known)
+            known = of.known + len(of.task.state.context.held)
+            of.ends = self._bridge.ids_covering(of.ids, proposal, known)
             confidences = confidences_of(of.peaks, of.ends)
             of.draft = Draft.chain(of.task.req_id, [*proposal], confidences)
         # Sampled requests get drafts with `draft_probs` instead.

@@ -287,7 +287,8 @@ class DraftBatchRunner:
         """Return the confidence of each proposed target token; empty without confidences."""
         if not made.peaks:
             return []
-        covering = self._bridge.ids_covering(made.drafted, made.proposal, made.known)
+        known = made.known + len(made.row.task.state.context.held)
+        covering = self._bridge.ids_covering(made.drafted, made.proposal, known)
         return confidences_of(made.peaks, covering)
 
     def _count(self, task: DraftTask, tokens: DrafterTokens) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 logger = logging.getLogger("vllm.hetero_spec")
 
@@ -80,9 +81,9 @@ def install(reserve_rows: Callable[["VllmConfig"], None]) -> None:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
-    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    capture_all_tiers(cudagraph_utils)
+    patching.wrap(WorkerWrapperBase, "init_device", "graphs", _init_device)
     patching.wrap(VllmConfig, "__post_init__", "asynchronous", partial(_post_init, reserve_rows))
     patching.add(AsyncScheduler, "update_from_output", update_from_output)
     patching.add(AsyncScheduler, "make_spec_decoding_stats", make_spec_decoding_stats)
@@ -139,6 +140,15 @@ def _observe(
         original(self, *args, **kwargs)
 
 
+def _init_device(original: patching.Function, self: "WorkerWrapperBase") -> None:
+    """Hook the choice of graphs of Model Runner V2 before the runner of any stage is built."""
+    if self.vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu import cudagraph_utils
+
+        capture_all_tiers(cudagraph_utils)
+    original(self)
+
+
 def capture_all_tiers(cudagraph_utils: ModuleType) -> None:
     """Make a worker capture full CUDA graphs of all buckets for every batch size."""
     patching.wrap(cudagraph_utils, "build_dynamic_sd_schedule_lookup", "all tiers", _lookup)
@@ -168,17 +178,19 @@ def _init_candidates(original: patching.Function, self: "CudaGraphManager") -> N
 
     vLLM only offers graphs of the next captured size, which may all belong to another bucket. With
     synchronous scheduling it captures full graphs for whole drafts alone, so steps without drafts
-    would be slower than without speculation. The buckets are then 0 and the longest draft.
+    would be slower than without speculation. The buckets are then 0 and the longest draft. Some
+    layers can only be captured with whole drafts.
     """
     spec = self.vllm_config.speculative_config
     if not hasattr(spec, "hetero"):
         original(self)
         return
     schedule = spec.num_speculative_tokens_per_batch_size
+    tiers = schedule or _schedule([0, spec.num_speculative_tokens])
+    if _needs_whole_drafts(self.vllm_config):
+        tiers = None
     try:
-        spec.num_speculative_tokens_per_batch_size = schedule or _schedule(
-            [0, spec.num_speculative_tokens]
-        )
+        spec.num_speculative_tokens_per_batch_size = tiers
         original(self)
     finally:
         spec.num_speculative_tokens_per_batch_size = schedule
@@ -190,6 +202,17 @@ def _init_candidates(original: patching.Function, self: "CudaGraphManager") -> N
             if graph.num_tokens >= tokens and graph.num_active_loras == adapters:
                 nearest.setdefault((graph.uniform_token_count, graph.num_ubatches), graph)
         offered[:0] = [graph for graph in nearest.values() if graph not in offered]
+
+
+def _needs_whole_drafts(config: "VllmConfig") -> bool:
+    """Return True if the target has layers of Mamba 1 or 2, which assert it at capture."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    builders = {layer.get_attn_backend().get_builder_cls() for layer in layers}
+    captures = [builder.build_for_cudagraph_capture.__qualname__ for builder in builders]
+    return any(name.startswith("BaseMamba") for name in captures)
 
 
 def narrowest(config: "VllmConfig") -> tuple[int, str]:
