@@ -166,16 +166,15 @@ class Walk:
         self.seen["contexts"] += 1
         inseparable = False
         if context.ids != whole:
-            self.seen["contexts that differ"] += 1
+            self.seen["held spaces" if space else "contexts that differ"] += 1
             inseparable = explain_difference(self.pair, context, scratch, self.marks)
         if inseparable:
             self.seen["contexts with other bytes"] += 1
         else:
             spelled = drafter.decode_bytes(context.ids)
             expected = drafter.decode_bytes(whole)
-            if space:
-                require(expected.endswith(b" "), "no space to hold", expected)
-                expected = expected[:-1]
+            if space:  # some drafters drop white space at the end of a text
+                expected = expected.removesuffix(b" ")
             require(spelled == expected, "bytes differ from scratch", spelled)
             texts = [text for text, _ in scratch.closed]
             require_spelled(drafter, context.ids, *texts, scratch.text[: len(scratch.text) - space])
