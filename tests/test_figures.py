@@ -17,6 +17,6 @@ def test_numbers_with_names_are_counted(tmp_path: Path) -> None:
 def test_the_project_does_not_grow() -> None:
     found = {name: value for name, value in figures(REPO).items() if isinstance(value, int)}
     assert found["documented keys"] <= 24  # two of them are keys of vLLM
-    assert found["package, lines"] <= 30_250
+    assert found["package, lines"] <= 30_300
     assert found["scripts, lines"] <= 2_600
     assert found["numbers that decide how far to draft"] <= 47  # two of them decide nothing
