@@ -107,7 +107,6 @@ def test_one_packet_contains_all_arrays_of_the_host() -> None:
     drafts = make([5, 6, 7, 8], [4, 3, 2, 1], **rows)
     assert len(packets) == 1
     assert drafts.counts.tolist() == LENGTHS
-    assert drafts.starts.tolist() == [0, 3, 3, 7]
     assert drafts.drafted.tolist() == [0, 2, 3]
     assert drafts.request_of.tolist() == [0, 0, 0, 2, 2, 2, 2, 3]
     assert drafts.place_of.tolist() == [0, 1, 2, 0, 1, 2, 3, 0]

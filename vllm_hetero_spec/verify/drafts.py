@@ -31,7 +31,6 @@ class DraftBatch:
         tokens: int64 [N], target ids; -1 is no token and is never accepted.
         lengths: Draft length of each request, [B], on the host.
         counts: int64 [B], `lengths` on the device.
-        starts: int64 [B], index of each request's first token in `tokens`.
         drafted: int64 [D], the requests with a nonempty draft.
         heads, tails: int64 [D], index of the first and the last token of each nonempty draft.
         sizes: int64 [D], length of each nonempty draft.
@@ -60,7 +59,6 @@ class DraftBatch:
     tokens: torch.Tensor
     lengths: Sequence[int]
     counts: torch.Tensor
-    starts: torch.Tensor
     drafted: torch.Tensor
     heads: torch.Tensor
     tails: torch.Tensor
@@ -111,7 +109,7 @@ class DraftBatch:
         drafted = np.flatnonzero(counts)
         columns = np.arange(max(int(counts.max(initial=0)), room) + 1)
         of_tokens = {"request_of": request_of, "place_of": place_of}
-        of_requests = {"counts": counts, "starts": starts}
+        of_requests = {"counts": counts}
         of_drafts = {
             "drafted": drafted,
             "heads": starts[drafted],

@@ -205,7 +205,7 @@ def _init_candidates(original: patching.Function, self: "CudaGraphManager") -> N
 
 
 def _needs_whole_drafts(config: "VllmConfig") -> bool:
-    """Return True if the target has layers of Mamba 1 or 2, which assert it at capture."""
+    """Return True if a layer can only be captured with whole drafts, as those of Mamba 1 and 2."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
