@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from _host_sections import device_use, wrap_sections, wrapped
 from torch.profiler import profile, record_function
@@ -109,21 +110,21 @@ def impose(sampler: Any) -> None:
     """
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    drafts, verify, places = sampler._drafts, sampler._verify, list[torch.Tensor]()
-
-    def drafted(*args: Any) -> Any:
-        batch, rows = drafts(*args)
-        places[:] = [rows + 1]
-        return batch, rows
+    verify = sampler._verify
 
     def verified(*args: Any) -> Any:
+        begin = sampler._verified
         verdict, (*others, ids) = verify(*args), args
         if sampler.synthetic_conditional_rates is None:
             return verdict
-        real = torch.full_like(ids, -1).index_copy_(0, places[0], ids[places[0]])
+        part = slice(begin, sampler._verified)
+        first, lengths = sampler._first(part)[:-1], sampler._view.lengths[part]
+        ranges = [np.arange(at + 1, at + 1 + n) for at, n in zip(first, lengths, strict=True)]
+        (places,) = sampler._send(np.concatenate(ranges))
+        real = torch.full_like(ids, -1).index_copy_(0, places, ids[places])
         return RejectionSampler._verify(sampler, *others, real)
 
-    sampler._drafts, sampler._verify = drafted, verified
+    sampler._verify = verified
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import _gpu_worker
 import measure_gpu
+import numpy as np
 import pytest
 import torch
 from _host_sections import device_use
@@ -24,6 +25,7 @@ from toy_drafter import ToyDrafterModel, drafter_of
 from vllm_hetero_spec.bench.load import Load, MeasurementError, Sample, Trace
 from vllm_hetero_spec.engine.drafter.model import GraphSupport
 from vllm_hetero_spec.engine.drafter.recording import idle_step
+from vllm_hetero_spec.staging import Sender
 
 SCRIPT = Path(measure_gpu.__file__)
 Lines = list[dict[str, Any]]
@@ -193,20 +195,31 @@ def test_exit_codes_of_late_and_wrong_parts(
 
 def test_imposed_acceptance_ignores_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests have three rows each. The second draft is one token and one padding token."""
+    pytest.importorskip("triton")
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from vllm_hetero_spec.engine.verifier.rejection_sampler_v2 import HeteroRejectionSamplerV2
 
     verified: list[list[int]] = []
     monkeypatch.setattr(
         RejectionSampler, "_verify", lambda self, *args: verified.append(args[-1].tolist())
     )
-    sampler = SimpleNamespace(
-        _drafts=lambda: ("batch", torch.tensor([0, 1, 3])), synthetic_conditional_rates=None
-    )
-    sampler._verify = lambda logits, ids: sampler._drafts()[0] + " is ours"
+    view = SimpleNamespace(lengths=[2, 1], first_rows=np.array([0, 3, 6], np.int32))
+    sampler = SimpleNamespace(_view=view, synthetic_conditional_rates=None)
+    sampler._first = functools.partial(HeteroRejectionSamplerV2._first, sampler)
+    sampler._send = Sender(torch.device("cpu")).send
+
+    def verify(logits: str, ids: torch.Tensor) -> str:
+        sampler._verified = 2
+        return logits + " are ours"
+
+    sampler._verify = verify
     _gpu_worker.impose(sampler)
     ids = torch.tensor([10, 11, 12, 20, 21, 0])
-    assert sampler._verify("logits", ids) == "batch is ours"
+    sampler._verified = 0
+    assert sampler._verify("logits", ids) == "logits are ours"
     assert not verified
+    sampler._verified = 0
     sampler.synthetic_conditional_rates = torch.zeros(2)
     assert sampler._verify("logits", ids) is None
     assert verified == [[-1, 11, 12, -1, 21, -1]]
