@@ -82,9 +82,11 @@ class World:
         self.states.pop(name).close(self.pool)
 
 
-def record(world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4)) -> TapeGraphs:
+def record(
+    world: World, *, in_graph: bool, sizes: Sequence[int] = (1, 2, 4), widest: int = 8
+) -> TapeGraphs:
     graphs = TapeGraphs()
-    shapes = [(size, width) for size in sizes for width in (1, 4, 8)]
+    shapes = [(size, width) for size in sizes for width in (1, 4, widest)]
     world.drafter.record(graphs.capture, shapes, GraphSupport(in_graph, several_tokens=True))
     return graphs
 
@@ -235,6 +237,19 @@ def test_a_parallel_draft_is_one_replay(
     assert recorded.drafter.restarted_rounds == recorded.healing.shortened_drafts == 0
     idle_step(recorded.drafter, 2)
     assert graphs.replays == recorded.drafter.steps.replays
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_parallel_drafter_reads_a_long_text_by_replays(in_graph: bool) -> None:
+    """Two forwards read 32 tokens each. No parallel round is as wide."""
+    eager, recorded = (World(parallel=True) for _ in range(2))
+    graphs = record(recorded, in_graph=in_graph, sizes=(1,), widest=32)
+    recorded.drafter.waits = True
+    text, before = random.Random(5).choices(range(1, VOCAB), k=70), graphs.replays
+    drafted = [world.drafter.run([world.row("a", text, 3)]) for world in (eager, recorded)]
+    alike(*drafted)
+    assert graphs.replays == before + 3
+    assert eager.states["a"].sequence.kv_ids == recorded.states["a"].sequence.kv_ids
 
 
 @pytest.mark.full

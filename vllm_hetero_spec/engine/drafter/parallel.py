@@ -70,8 +70,12 @@ class ParallelSteps(Steps):
     def widths(self, count: int) -> Sequence[int]:
         return self._inner.widths(count)
 
+    def part_shape(self, count: int, width: int) -> Shape:
+        return self._inner.part_shape(count, width)
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
-        if plan.steps == 1 and not plan.uniform:
+        recorded = plan.feed.most in self._inner.widths(plan.count)
+        if plan.steps == 1 and (recorded or not plan.uniform):
             return self._inner.begin(plan)
         counts = [plan.count, *plan.active[1:]]
         feed, rows, lengths = with_masks(plan, self._mask)

@@ -112,6 +112,10 @@ class Steps:
         """Return those of catch-up forwards of rounds that draft."""
         return self.widths(count)
 
+    def part_shape(self, count: int, width: int) -> Shape:
+        """Return the shape of a forward that only reads `width` tokens of each request."""
+        return self.shape(count, width, width)
+
     def begin(self, plan: RoundPlan) -> CaughtUp:
         """Run the catch-up forward."""
         feed, count, self._plan = plan.feed, plan.count, plan
@@ -213,7 +217,7 @@ def read_texts(
     for width, texts in found:
         some = [sequences[index] for index in texts]
         ids = [left[index][:width] for index in texts]
-        shape = steps.shape(len(texts), width, width)
+        shape = steps.part_shape(len(texts), width)
         with stopwatch:
             steps.begin(planner.plan(some, ids, [1] * len(texts), *shape))
         for index, sequence, part in zip(texts, some, ids, strict=True):
