@@ -17,7 +17,7 @@ from vllm_hetero_spec.engine.drafter.requests import RequestState
 from vllm_hetero_spec.engine.drafter.round_plan import RoundPlan
 from vllm_hetero_spec.engine.drafter.slrs_spans import SlrsSpans
 from vllm_hetero_spec.engine.drafter.steps import Steps
-from vllm_hetero_spec.engine.drafter.tasks import DraftRow, DraftTask
+from vllm_hetero_spec.engine.drafter.tasks import DrafterTokens, DraftRow, DraftTask
 from vllm_hetero_spec.slrs import slrs
 from vllm_hetero_spec.slrs.slrs import SlrsFeed
 from vllm_hetero_spec.text.context import IdentityContext
@@ -89,6 +89,17 @@ def test_no_more_lines_than_attention_has_room_for() -> None:
     tasks = [DraftTask(state, 2, draw=DraftSampling(1.0)) for state in states]
     spans.admit([DraftRow(task, nothing, [1], 2) for task in tasks])
     assert {name: len(blocks) for name, blocks in spans._side_blocks.items()} == {"a": 3, "b": 3}
+
+
+def test_drafts_of_a_failed_round_do_not_reach_the_next_one() -> None:
+    drafter: Any = SimpleNamespace(model=SimpleNamespace(max_lines=9))
+    method: Any = SimpleNamespace(merge_span=slrs.MergeSpan(2, 4))
+    spans, nothing = SlrsSpans(drafter, KVPool(64, 16), method, 1 << 20), cast(Any, None)
+    spans._drafted = [DrafterTokens([7])]
+    spans.admit([])
+    drafted = [DrafterTokens([1])]
+    spans.collect(nothing, drafted)
+    assert drafted == [DrafterTokens([1])]
 
 
 @pytest.mark.full

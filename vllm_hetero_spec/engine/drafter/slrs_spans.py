@@ -42,6 +42,7 @@ class SlrsSpans(RoundExtension):
         A side branch also feeds again the tokens that share its block, at most one block of tokens.
         """
         self._lent, self._side_blocks, tokens = BlockTable(), {}, self._budget
+        self._drafted = []  # those of a round that failed
         lines = self._drafter.model.max_lines - len(rows)
         branches = self._method.merge_span.candidates - 1
         for index in self.drafts(rows) if branches else ():
