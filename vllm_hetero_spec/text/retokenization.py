@@ -149,7 +149,7 @@ class TextContext:
             kept = min(kept, self._advance(tail_ids))
             if self._lost and self._cut > cut:
                 lost = self._drafter.lost_bytes(self.tail, self.ids[self._cut :])
-                self._lost = lost - len(self._space)
+                self._lost = max(lost - len(self._space), 0)
         if self._longest is None:
             return kept
         if len(self.ids) > self._longest:
