@@ -381,7 +381,7 @@ def test_first_tokens_go_before_long_contexts(controller: Controller) -> None:
     A short context is read, unless its request has just begun and another one has no token yet.
     """
     control = LookaheadControl(controller, can_stop_early=False)
-    long, short = 500, 40
+    long, short = 150, 100
 
     def read(outputs: dict[str, int], *unread: int) -> tuple[str, int]:
         step = prompted(outputs)
