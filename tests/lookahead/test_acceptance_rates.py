@@ -73,6 +73,33 @@ def test_rates_follow_a_change(before: float, after: float) -> None:
         assert acceptance.rates(False)[0] == pytest.approx(rate, abs=0.15)
 
 
+def test_a_few_rejected_drafts_are_no_change() -> None:
+    """Earlier tests count less only after 32 tokens, accepted or expected."""
+    acceptance = Acceptance(4)
+    for number in range(105):
+        acceptance.observe(Observation(4, 4 if number < 100 else 0, (), 4), False)
+        acceptance.learn()
+    assert acceptance.rates(False)[0] > 0.93
+
+
+def test_a_sixth_of_the_expected_tokens_is_a_change() -> None:
+    acceptance = Acceptance(4)
+    for number in range(130):
+        acceptance.observe(Observation(4, 4 if number < 100 else number % 2, (), 4), False)
+        acceptance.learn()
+    assert acceptance.rates(False)[1] < 0.6
+
+
+def test_the_position_before_counts_for_three_drafts() -> None:
+    acceptance = Acceptance(2)
+    acceptance.observe(Observation(1, 1, (0.9,), 1), False)
+    acceptance.learn()
+    (tested,) = acceptance.survival_of([0.9], False)
+    first, second = acceptance.rates(False)
+    assert first == pytest.approx((tested + 3 * 0.7) / 4)  # 0.7 before any test
+    assert second == pytest.approx(first)
+
+
 # ----------------------------------------------------------------------------- confidence
 
 
@@ -100,6 +127,24 @@ class Binned:
         self._tested = self._tested * keep + np.bincount(index, minlength=bins) + 1e-3
         self._accepted *= keep
         self._accepted += np.bincount(index, weights=accepted, minlength=bins) + 5e-4
+
+
+def logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+def test_a_batch_moves_a_prediction_by_at_most_two_logits() -> None:
+    confidence = Confidence()
+    before = confidence.chance(0.9, 0)
+    confidence.observe([0.9] * 200, [0] * 200, [False] * 200)
+    assert logit(before) - logit(confidence.chance(0.9, 0)) == pytest.approx(2.0)
+
+
+def test_confidences_beyond_six_logits_are_alike() -> None:
+    """Confidences above 99.75 %, 6 logits, are alike; those below are not."""
+    chance = Confidence().chance
+    assert chance(1.0, 0) == pytest.approx(chance(0.9976, 0))
+    assert chance(0.99, 0) < chance(1.0, 0)
 
 
 TEXTS = {
