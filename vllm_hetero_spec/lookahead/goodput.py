@@ -120,8 +120,9 @@ class Goodput(Controller):
         self._decide(gain, len(able))
         if self.off:
             return self._probe(now, able, pending, found.good[0]) or nothing
-        saved = 1.0 - 1.0 / max(found.gain, _BEGIN)
-        chosen = [i for i in able if self._catch_up_pays(saved, pending[i], lengths[i])]
+        # A catch-up pays if drafts save more than its time while the target writes the output.
+        saved = (1.0 - 1.0 / max(found.gain, _BEGIN)) * self._seconds_per_token()
+        chosen = [i for i in able if self._costs.catch_up(pending[i]) <= saved * lengths[i]]
         if not chosen:
             return self._probe(now, able, pending, found.good[0]) or nothing
         self._burst = 0
@@ -254,16 +255,6 @@ class Goodput(Controller):
         if self._can_stop_early:
             return good[-1]
         return min(good, key=lambda length: abs(length - self._lookahead))
-
-    def _catch_up_pays(self, saved: float, pending: int, length: float) -> bool:
-        """Return True if a request's catch-up pays.
-
-        Args:
-            saved: Share of the target's time that drafts save.
-            pending: Context tokens to read.
-            length: Expected length of its output in tokens.
-        """
-        return self._costs.catch_up(pending) <= saved * length * self._seconds_per_token()
 
     def _probe(
         self, now: float, able: Sequence[int], pending: Sequence[int], length: int
