@@ -46,6 +46,7 @@ def good_drafts(controller: Goodput, clock: Clock, rounds: int, batch: int = 1) 
             drafting = sum(length > 0 for length in plan.lookahead)
             controller.observe_draft(drafting, longest, 0.002 * longest, longest=longest)
         controller.observe_step(batch, batch + sum(plan.lookahead), 0.03)
+        controller.refresh_forecast()
         clock.now += 0.03 + 0.002 * longest
         controller.emitted(batch + sum(plan.lookahead), 0.03 + 0.002 * longest)
 
@@ -154,6 +155,7 @@ def test_drafts_shorter_than_planned() -> None:
             controller.observe_acceptance(made, made, [0.9] * made, wanted)
             controller.observe_draft(1, wanted, 0.006 * wanted, longest=made)
         controller.observe_step(1, 1 + min(wanted, 2), 0.03)
+        controller.refresh_forecast()
         clock.now += 0.03 + 0.006 * wanted
         deep += wanted > 2
     assert controller.gauges().lookahead == 2
@@ -282,6 +284,7 @@ def test_greedy_and_random_requests_have_their_own_rates() -> None:
         controller.plan(2, [6, 6], random=kinds)
         for random in kinds:
             controller.observe_acceptance(4, 0 if random else 4, [0.9] * 4, 4, random)
+        controller.refresh_forecast()
         clock.now += 0.1
     controller.plan(2, [6, 6], random=kinds)
     assert controller.trim([[0.9] * 4, [0.9] * 4]) == [4, 0]

@@ -107,7 +107,8 @@ class Goodput(Controller):
         if not self._costs.knows_drafter:
             return self._probe(now, able, pending, 1) or nothing
         probed = probing and not self._burst
-        found = self._refreshed(now, at_once=probed)
+        # While drafting, `refresh_forecast` replaces old ones, when nothing waits for the host.
+        found = self._refreshed(at_once=probed or (self.off and self._is_late(now)))
         most_lost = _FIRST[0] + _FIRST[1] * batch / found.alone
         if self._warms_up and self._lost > most_lost:
             self._sunk = _SUNK
@@ -192,8 +193,8 @@ class Goodput(Controller):
             self._lost = max(self._lost + lost, -_FIRST[0])
 
     def refresh_forecast(self) -> None:
-        if self._forecast and not self.off and any(self._limits):
-            self._refreshed(self._clock())
+        if self._forecast and not self.off and any(self._limits) and self._is_late(self._clock()):
+            self._refreshed(at_once=True)
 
     def gauges(self) -> Gauges:
         batch, costs = self._batch, self._costs
@@ -206,17 +207,20 @@ class Goodput(Controller):
             acceptance=tuple(self._acceptance.rates(2 * sum(self._random) > len(self._random))),
         )
 
-    def _refreshed(self, now: float, *, at_once: bool = False) -> Forecast:
-        """Return the present load's forecast; compute it if it is due."""
+    def _is_late(self, now: float) -> bool:
+        """Return True if the last forecast is old."""
+        return now - self._foreseen >= _FORECAST_EVERY
+
+    def _refreshed(self, *, at_once: bool) -> Forecast:
+        """Return the present load's forecast; compute it if the load has changed, or `at_once`."""
         quarters = round(_RANDOM_SHARES * sum(self._random) / len(self._random))
         kind, able = (self._batch, quarters), sum(limit > 0 for limit in self._limits)
         # Another request or two change little, and `plan` would have to wait for the forecast.
         same = abs(quarters - self._kind[1]) <= 1 and not other_batch(able, self._able)
         same = same and not other_batch(self._batch, self._kind[0])
-        late = now - self._foreseen >= _FORECAST_EVERY
-        if self._forecast is not None and same and not (late or at_once):
+        if self._forecast is not None and same and not at_once:
             return self._forecast
-        self._kind, self._able, self._foreseen = kind, able, now
+        self._kind, self._able, self._foreseen = kind, able, self._clock()
         self._acceptance.learn()
         random = [kind for kind, limit in zip(self._random, self._limits, strict=True) if limit]
         if not same:
