@@ -230,3 +230,16 @@ def test_saved_costs_come_back() -> None:
 def test_other_data_is_refused(saved: dict) -> None:
     with pytest.raises(ValueError, match="invalid saved costs"):
         CostModel.from_dict(saved)
+
+
+def test_after_doubt_any_size_shows_a_change() -> None:
+    """A probe drafts for one request; drafts were for four, when the machine was slow."""
+    table = CostTable(points(affine))
+    for _ in range(30):
+        table.observe(4, 10 * affine(4))
+    assert table.seconds(4) == pytest.approx(10 * affine(4), rel=0.01)
+    quick = table.seconds(1) / 10
+    table.doubt()
+    for _ in range(2):
+        table.observe(1, quick)
+    assert table.seconds(4) == pytest.approx(affine(4), rel=0.05)

@@ -166,7 +166,10 @@ def test_more_rows_than_were_timed(batch: int) -> None:
 
 
 def test_a_machine_of_changing_speed() -> None:
-    """It changes by about 13 %, for 0.2 s. Because of tiles, lookaheads near the best lose."""
+    """It changes by about 13 %, for 0.2 s. Because of tiles, lookaheads near the best lose.
+
+    Over 24 seeds, the mean share of the best lookahead is 96.5 %.
+    """
     sizes = [1, 2, 4, 8, 9, 16, 17, 24, 25, 32, 33, 40, 64, 96]
     times = [27, 29, 32, 42, 49, 56, 64, 70, 80, 90, 95, 108, 170, 250]
     on = machine(lambda rows: 1e-3 * float(np.interp(rows, sizes, times)), 0.1)
@@ -178,8 +181,8 @@ def test_a_machine_of_changing_speed() -> None:
         ours, _ = serve(phase, costs=calibration(on), seed=seed)
         shares.append(ours.rate / fixed_rate(phase, best, seed))
         speedups.append(ours.speedup)
-    assert sum(shares) / len(shares) > LOW
-    assert min(speedups) > LOW
+    assert sum(shares) / len(shares) > 0.95
+    assert min(speedups) > 1.1
 
 
 def test_slow_first_steps_of_a_shape_are_ignored() -> None:

@@ -225,8 +225,8 @@ class Goodput(Controller):
         random = [kind for kind, limit in zip(self._random, self._limits, strict=True) if limit]
         if not same:
             self.tokens_per_second = 1.0 / self._seconds_per_token()
-        # The first forecast of a load gives the price of a second for the second one.
-        for _ in range(1 if same else 2):
+        # The first forecast gives the price of a second for the second one.
+        for _ in range(2):
             price = self.tokens_per_second, self._can_stop_early, self._buckets
             self._load = Load(self._batch, self._limits, random, *price)
             found = self._choice.forecast(self._load, self._lookahead)
