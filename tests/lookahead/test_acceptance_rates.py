@@ -90,6 +90,17 @@ def test_a_sixth_of_the_expected_tokens_is_a_change() -> None:
     assert acceptance.rates(False)[1] < 0.6
 
 
+def test_after_a_change_earlier_tests_are_a_hint() -> None:
+    """They weigh 0.02: the first rate falls from 0.93 to about 0.55 within five drafts."""
+    acceptance, rates = Acceptance(4), []
+    for number in range(118):
+        acceptance.observe(Observation(4, 4 if number < 100 else 0, (), 4), False)
+        acceptance.learn()
+        rates.append(acceptance.rates(False)[0])
+    assert rates[112] > 0.9
+    assert rates[117] == pytest.approx(0.55, abs=0.05)
+
+
 def test_the_position_before_counts_for_three_drafts() -> None:
     acceptance = Acceptance(2)
     acceptance.observe(Observation(1, 1, (0.9,), 1), False)
@@ -131,6 +142,30 @@ class Binned:
 
 def logit(probability: float) -> float:
     return math.log(probability / (1 - probability))
+
+
+def saved(weights: list[float], learnt: float = 0.0) -> Confidence:
+    return Confidence.from_dict({"weights": weights, "learnt": np.diag([learnt] * 4).tolist()})
+
+
+def test_the_score_bends_at_half_a_logit() -> None:
+    chance = saved([0, 1, 0, 0]).chance
+    for above in (0.0, 1.0, 2.0):
+        confidence = 1 / (1 + math.exp(-(0.5 + above)))
+        assert logit(chance(confidence, 0)) == pytest.approx(above)
+
+
+def test_earlier_tests_weigh_half_after_1024_tokens() -> None:
+    confidence = saved([1, 0, 0, 0], learnt=1e6)
+    confidence.observe([0.5] * 1024, [0] * 1024, [True] * 1024)
+    assert confidence.to_dict()["learnt"][0][0] == pytest.approx(5e5)
+
+
+def test_a_sure_prediction_can_be_refuted() -> None:
+    """One test has a variance of at least 0.1."""
+    confidence = saved([1, 0, 0, 0])
+    confidence.observe([0.99], [0], [False])
+    assert confidence.to_dict()["learnt"][2][2] == pytest.approx(0.1)
 
 
 def test_a_batch_moves_a_prediction_by_at_most_two_logits() -> None:
