@@ -243,3 +243,12 @@ def test_after_doubt_any_size_shows_a_change() -> None:
     for _ in range(2):
         table.observe(1, quick)
     assert table.seconds(4) == pytest.approx(affine(4), rel=0.05)
+
+
+@pytest.mark.parametrize(("measured", "counted"), [(4.8, 5.0), (4.6, 4.0)])
+def test_a_measurement_counts_for_a_size_up_to_6_percent_above(
+    measured: float, counted: float
+) -> None:
+    table = CostTable()
+    table.observe(measured, 0.1)
+    assert {size for size, _ in table.points()} == {measured, counted}
