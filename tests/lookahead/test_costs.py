@@ -252,3 +252,10 @@ def test_a_measurement_counts_for_a_size_up_to_6_percent_above(
     table = CostTable()
     table.observe(measured, 0.1)
     assert {size for size, _ in table.points()} == {measured, counted}
+
+
+def test_a_first_step_that_is_a_quarter_slower_may_have_compiled_kernels() -> None:
+    for factor, counts in ((1.2, True), (1.3, False)):
+        table = CostTable(points(affine))
+        table.observe(3, factor * affine(3))
+        assert (table.seconds(3) > 1.1 * affine(3)) == counts
