@@ -330,3 +330,13 @@ def test_steps_before_the_first_rounds() -> None:
         steps.observe(4, 1)
         steps = DraftSteps.from_dict(json.loads(json.dumps(steps.to_dict())))
     assert DraftSteps(each=0.0).expected(4) == 0.0
+
+
+def test_what_a_round_counts() -> None:
+    """Before any round, the fit has a tenth of a round and four squares. Some 200 rounds count."""
+    steps = DraftSteps()
+    steps.observe(4, 10)
+    assert (steps.expected(0), steps.each) == pytest.approx((4.0, 1.4))
+    for _ in range(2000):
+        steps.observe(4, 10)
+    assert steps.to_dict()["sums"][0] == pytest.approx(200, rel=0.01)

@@ -259,3 +259,10 @@ def test_a_first_step_that_is_a_quarter_slower_may_have_compiled_kernels() -> No
         table = CostTable(points(affine))
         table.observe(3, factor * affine(3))
         assert (table.seconds(3) > 1.1 * affine(3)) == counts
+
+
+@pytest.mark.parametrize(("read", "known"), [(40, False), (100, True)])
+def test_only_a_long_catch_up_is_timed(read: int, known: bool) -> None:
+    model = CostModel(drafter=[(1, 0.01)])
+    model.observe_drafting(1, 1, 0.02, fed=4 + read)  # any round reads about 4 tokens
+    assert model.knows_catch_up == known
