@@ -2,6 +2,7 @@
 """When `goodput` begins and ends to draft, when it probes, and what it takes for another load."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from simulation import Clock
@@ -27,11 +28,16 @@ def known(drafter: float, accepted: Sequence[int], longest: int = 1) -> Estimate
     return Estimates(costs, DraftSteps(), acceptance, {})
 
 
-@pytest.mark.parametrize(("gain", "off"), [(1.015, True), (1.03, False)])
-def test_drafting_begins_at_a_gain_of_two_percent(gain: float, off: bool) -> None:
+def gaining(gain: float) -> Estimates:
+    """Return estimates with which drafts of one token have this gain."""
     survival, _ = known(TARGET, [1]).acceptance.replayed([False])
     tokens = 1 + float(survival.mean())
-    controller = Goodput(known(TARGET * (tokens / gain - 1), [1]), clock=Clock())
+    return known(TARGET * (tokens / gain - 1), [1])
+
+
+@pytest.mark.parametrize(("gain", "off"), [(1.015, True), (1.03, False)])
+def test_drafting_begins_at_a_gain_of_two_percent(gain: float, off: bool) -> None:
+    controller = Goodput(gaining(gain), clock=Clock())
     controller.plan(1, [1])
     assert controller.gauges().gain == pytest.approx(gain)
     assert controller.off == off
@@ -54,15 +60,25 @@ def test_an_unknown_pair_may_lose_50_ms_and_two_steps() -> None:
     assert controller.off
 
 
-def test_a_probe_has_four_steps() -> None:
+def probes(known: Estimates, steps: int) -> list[int]:
+    """Return the lengths of probes in these steps, which lose nothing."""
     clock = Clock()
-    controller, probes = Goodput(known(TARGET, [0]), clock=clock), ""
-    for _ in range(4000):
+    controller, found = Goodput(known, clock=clock), ""
+    for _ in range(steps):
         plan = controller.plan(1, [1])
-        probes += "p" if plan.probe and any(plan.lookahead) else " "
+        found += "p" if plan.probe and any(plan.lookahead) else " "
         controller.emitted(1, TARGET)
         clock.now += TARGET
-    lengths = {len(probe) for probe in probes.split()}  # the next one may follow at once
+    return [len(probe) for probe in found.split()]
+
+
+@pytest.mark.parametrize(("gain", "follows"), [(0.9, False), (0.94, True)])
+def test_a_probe_that_gains_almost_enough_is_followed_by_others(gain: float, follows: bool) -> None:
+    assert (sum(probes(gaining(gain), 400)) > 100) == follows
+
+
+def test_a_probe_has_four_steps() -> None:
+    lengths = probes(known(TARGET, [0]), 4000)  # the next one may follow at once
     assert min(lengths) == 4
     assert not any(length % 4 for length in lengths)
 
@@ -85,7 +101,7 @@ def test_waits_between_experiments_without_news() -> None:
     for _ in range(8):
         dues.append(prober.next)
         assert prober.due(prober.next, 0.0, 1)
-    waits = [after - before for before, after in zip(dues, dues[1:], strict=False)]
+    waits = [after - before for before, after in pairwise(dues)]
     assert waits == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 4.0])
 
 
