@@ -242,6 +242,7 @@ class DraftingRank:
         longest = options.num_speculative_tokens
         width = options.debug.tree_width if options.tree_nodes else 0
         # On a GPU, reading confidences between drafter steps would synchronize with the device.
+        # Reading them one step late would gain about 2 % (replay at the costs of an H200).
         quick = asked == "goodput" and self._device.type == "cpu"
         can_stop = isinstance(asked, ConfidenceOptions) or quick
         # Neither several ranks nor the drafter process can be stopped early.
