@@ -88,6 +88,7 @@ def simulated(
             emitted, took = 1 + accepted, waited + LOOK_UP
         verified = TARGET + ROW * there
         controller.observe_step(1, 1 + there, verified)
+        controller.refresh_forecast()
         controller.emitted(emitted, took + verified)
         now += took + verified
         tokens += emitted

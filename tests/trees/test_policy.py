@@ -79,6 +79,7 @@ class Engine:
         rows = batch + sum(plan.lookahead)
         seconds = PLAIN + (rows - 1) * self.row
         controller.observe_step(batch, rows, seconds)
+        controller.refresh_forecast()
         self.clock.now += seconds
         controller.emitted(batch + tokens, self.clock.now - began)
 
