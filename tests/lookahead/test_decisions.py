@@ -11,7 +11,7 @@ from vllm_hetero_spec.lookahead.acceptance import Acceptance, Observation
 from vllm_hetero_spec.lookahead.costs import CostModel
 from vllm_hetero_spec.lookahead.estimates import DraftSteps, Estimates
 from vllm_hetero_spec.lookahead.goodput import Goodput
-from vllm_hetero_spec.lookahead.prober import Prober, UnreadSteps
+from vllm_hetero_spec.lookahead.prober import Prober
 
 TARGET = 0.03  # seconds of any step
 
@@ -116,18 +116,3 @@ def test_what_experiments_may_lose() -> None:
     assert prober.budget == pytest.approx(0.2)
     prober.charge(5.0)
     assert prober.budget == pytest.approx(-0.2)
-
-
-def test_two_of_64_steps_without_drafts_are_read() -> None:
-    steps = UnreadSteps()
-    assert [n for n in range(200) if not steps.skips(n > 0, 1)] == [
-        0,
-        1,
-        2,
-        64,
-        65,
-        128,
-        129,
-        192,
-        193,
-    ]

@@ -74,9 +74,9 @@ class Controller(ABC):
 
     The order of a step is `plan`, drafting (with `continue_drafting` between drafter steps if the
     drafter can stop early), `trim`, and the target's step. Observations may come in any order
-    before the next `plan`, or after it unless `learns_first`. They are optional. After them, once
-    per step, follows `refresh_forecast`. The base class learns nothing; without a `policy` it never
-    stops early and verifies everything.
+    before the next `plan`, or after it unless `learns_first`. They are optional.
+    `refresh_forecast` must be called once per step, after them. The base class learns nothing;
+    without a `policy` it never stops early and verifies everything.
 
     Attributes:
         regime: Short description of the present behavior; changes are logged.

@@ -63,7 +63,6 @@ class CostTable:
     def __init__(self, points: Points = (), speed: Recent | None = None) -> None:
         self._speed = Recent([0.0] * _OFTEN) if speed is None else speed
         self._own: dict[float, Recent] = {}  # of measured sizes: usual over timed, logarithms
-        self._doubted = 0  # measurements that count for the speed alone
         timed = {s: t for s, t in sorted(points) if s > 0 and 0 < t < math.inf}
         self._timed = sorted(timed.items())
         self._update()
@@ -110,19 +109,18 @@ class CostTable:
         own = self._own[nearest]
         if cold:
             return
-        off = math.log(seconds / _line(size, self._timed))
-        if self._doubted:  # of any size: a probe may draft for fewer requests than before
-            self._doubted -= 1
+        if len(self._speed) <= 2:  # after `doubt`; a probe may have another size than all before
             self._speed.add(math.log(seconds / _line(size, self._curve)))
             return
+        off = math.log(seconds / _line(size, self._timed))
         if len(own) >= _OFTEN:
             self._speed.add(off - own.value)
         own.add(off - self._speed.value)
         self._update()
 
     def doubt(self) -> None:
-        """Let the next two measurements decide whether the machine has changed."""
-        self._speed, self._doubted = Recent([self._speed.value]), 2
+        """Let the next two measurements, of any size, decide whether the machine has changed."""
+        self._speed = Recent([self._speed.value])
 
     def slope(self, size: float, first: int, last: int) -> float:
         """Return the additional seconds of one more unit at `size`, between `first` and `last`.

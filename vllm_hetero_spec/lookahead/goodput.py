@@ -107,7 +107,7 @@ class Goodput(Controller):
         if not self._costs.knows_drafter:
             return self._probe(now, able, pending, 1) or nothing
         probed = probing and not self._burst
-        # While drafting, `refresh_forecast` replaces old ones, when nothing waits for the host.
+        # While drafting, `refresh_forecast` replaces old forecasts, so that no round waits for one.
         found = self._refreshed(at_once=probed or (self.off and self._is_late(now)))
         most_lost = _FIRST[0] + _FIRST[1] * batch / found.alone
         if self._warms_up and self._lost > most_lost:
